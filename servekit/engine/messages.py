@@ -1,0 +1,147 @@
+"""What crosses the wire between a client and the engine process. msgspec encodes all of it.
+
+One message a step travels back, not one a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from servekit.core.request import RequestEvent, RequestId, RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What was measured or derived while the engine started; the configuration is never written to."""
+
+    model_name: str
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+    vocab_size: int
+    """Rows of the embedding: the only valid token ids are below it."""
+    num_kv_blocks: int
+    block_size_tokens: int
+    device: str
+    dtype: str
+    kernels: str
+    threads: int
+    weights_bytes: int
+    kv_bytes: int
+    load_s: float
+    """Seconds spent loading weights."""
+    notes: tuple[str, ...] = ()
+    """What was derived or lowered, `key: old -> new (why)`, one line each."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_kv_blocks * self.block_size_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine started (total) and gauges as of the last step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    kv_blocks_used: int = 0
+    """Blocks held by requests; cached blocks that nobody holds are free."""
+    kv_blocks_total: int = 0
+    num_steps_total: int = 0
+    prompt_tokens_total: int = 0
+    """Prompt tokens computed, recomputed ones included."""
+    cached_tokens_total: int = 0
+    """Prompt tokens served from the prefix cache."""
+    prefix_queries_total: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    recomputed_tokens_total: int = 0
+    """Tokens computed again after a preemption."""
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+    refused_total: dict[str, int] = field(default_factory=dict)
+    """Refusals on arrival by reason."""
+    bound_total: dict[str, int] = field(default_factory=dict)
+    """Steps by what bound them (core.plan.Bound)."""
+    schedule_s_total: float = 0.0
+    execute_s_total: float = 0.0
+    update_s_total: float = 0.0
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Size and duration of one step, for histograms and the step log."""
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_requests: int
+    duration_s: float
+
+
+# Client to engine.
+
+
+class AddRequests(msgspec.Struct, frozen=True, tag=True):
+    """Requests accepted or refused as one: the choices of one `n`, the prompts of one list."""
+
+    specs: tuple[RequestSpec, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Requests to end now, wherever they are; unknown ids are ignored."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget every cached prefix that no request holds."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End every request that is left, then the process."""
+
+
+# Engine to client.
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How far start-up is."""
+
+    stage: str
+    done: int
+    total: int
+    unit: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine answers from now on."""
+
+    facts: EngineFacts
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start; the process ends after this."""
+
+    message: str
+    """One line for the person who started it."""
+    is_config: bool
+    """Whether a setting is at fault (exit status 2) or the machine, a file, the network (exit status 3)."""
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
+    """Everything one step has to say. Sent without events about once a second, as a heartbeat."""
+
+    events: tuple[RequestEvent, ...]
+    stats: EngineStats
+    step: StepRecord | None = None
+
+
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `ResetPrefixCache`."""
+
+    num_blocks_forgotten: int
+
+
+ToEngine = AddRequests | Abort | ResetPrefixCache | Shutdown
+FromEngine = Loading | Ready | StartFailed | StepOutput | PrefixCacheReset
