@@ -36,13 +36,6 @@ class Ending(NamedTuple):
     message: str
 
 
-class BlockCopy(NamedTuple):
-    """One KV block to copy between the device and host memory."""
-
-    source: int
-    target: int
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything one step does, decided before any of it happens."""
@@ -54,8 +47,6 @@ class Plan:
     preempted: tuple[Request, ...] = ()
     ended: tuple[Ending, ...] = ()
     """Timeouts and refusals found while planning."""
-    swap_out: tuple[BlockCopy, ...] = ()
-    swap_in: tuple[BlockCopy, ...] = ()
     bound: Bound = Bound.nothing_waiting
     wake_s: float | None = None
     """For an empty plan: when scheduling again may find work, on the caller's clock; None: on an arrival."""

@@ -112,6 +112,8 @@ class RequestEvent(NamedTuple):
     """When the request was first part of a plan; set with the first token."""
     num_preemptions: int = 0
     """How often it has been preempted so far."""
+    at_s: float = 0.0
+    """When the step that produced it ended, on the engine's clock (time.monotonic)."""
 
 
 class Status(Enum):
@@ -130,8 +132,8 @@ class Request:
     `num_tokens`. A request whose computed count reaches `num_tokens` gets its next token sampled.
     """
 
-    __slots__ = ("arrived_s", "block_ids", "deadline_s", "events_sent", "max_total_tokens", "num_cached_tokens",
-                 "num_computed", "num_preemptions", "num_prompt", "num_registered_blocks", "prefix_hashes",
+    __slots__ = ("arrived_s", "block_ids", "max_total_tokens", "num_cached_tokens", "num_computed", "num_lost",
+                 "num_preemptions", "num_prompt", "num_registered_blocks", "prefix_hashes", "prompt_logprobs",
                  "request_id", "sampling", "scheduled_s", "sequence_number", "spec", "status", "stop_token_ids",
                  "token_ids")
 
@@ -144,7 +146,6 @@ class Request:
         self.max_total_tokens = min(max_model_len, self.num_prompt + spec.sampling.max_tokens)
         self.stop_token_ids = frozenset(spec.sampling.stop_token_ids)
         self.arrived_s = spec.arrived_s
-        self.deadline_s: float | None = None
         self.sequence_number = -1
         """Order of arrival in the scheduler; breaks ties."""
         self.status = Status.waiting
@@ -157,9 +158,12 @@ class Request:
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when the request first started."""
         self.num_preemptions = 0
+        self.num_lost = 0
+        """Computed tokens whose keys and values the last preemption gave up."""
         self.scheduled_s: float | None = None
-        self.events_sent = False
-        """Whether the first token's event has been sent."""
+        """When it was first part of a plan."""
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        """Of the prompt tokens scored so far; the first has no score."""
 
     @property
     def num_tokens(self) -> int:

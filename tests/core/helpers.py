@@ -1,0 +1,122 @@
+"""Schedulers of any shape, and an executor that answers instantly and deterministically."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from servekit.config.schema import (
+    AdmissionConfig,
+    ChunkedPrefillConfig,
+    HashPrefixCacheConfig,
+    NoPrefixCacheConfig,
+    OnDemandAdmissionConfig,
+    PrefixCacheConfig,
+    SchedulerConfig,
+)
+from servekit.core.build import build_scheduler
+from servekit.core.plan import Plan, Sampled, StepResult
+from servekit.core.request import RequestEvent, RequestId, RequestSpec, SamplingParams
+from servekit.core.scheduler import Scheduler
+
+BLOCK = 4
+
+
+def make_scheduler(*, num_blocks: int = 64, block_size: int = BLOCK, max_model_len: int = 64, max_num_seqs: int = 8,
+                   max_step_tokens: int = 32, chunk_tokens: int | None = 8, prefix_cache: bool = True,
+                   admission: AdmissionConfig | None = None) -> Scheduler:
+    cache: PrefixCacheConfig = HashPrefixCacheConfig() if prefix_cache else NoPrefixCacheConfig()
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, prefix_cache=cache,
+        prefill=ChunkedPrefillConfig(chunk_tokens=chunk_tokens), admission=admission or OnDemandAdmissionConfig())
+    return build_scheduler(config, num_blocks, block_size, max_model_len)
+
+
+def make_spec(name: str, prompt: int | Sequence[int], max_tokens: int = 4, *, arrived_s: float = 0.0, salt: str = "",
+              stop: tuple[int, ...] = (), timeout_s: float | None = None,
+              prompt_logprobs: int | None = None) -> RequestSpec:
+    """A request; an integer prompt is a length, filled with tokens that no other name shares."""
+    tokens = [hash_token(name, i) for i in range(prompt)] if isinstance(prompt, int) else prompt
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, prompt_logprobs=prompt_logprobs)
+    return RequestSpec(RequestId(name), tuple(tokens), sampling, arrived_s, cache_salt=salt, timeout_s=timeout_s)
+
+
+def hash_token(name: str, position: int) -> int:
+    return (sum(map(ord, name)) * 7919 + position * 104729) % 50021
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The fake model: the next token depends on every token before it."""
+    state = len(tokens)
+    for token in tokens:
+        state = (state * 31 + token + 7) % 50021
+    return state
+
+
+def answer(plan: Plan) -> StepResult:
+    """What the fake model computes for a plan. It trusts only what the plan says is computed."""
+    sampled = {}
+    for item in plan.items:
+        assert item.start == item.request.num_computed
+        end = item.start + item.num_tokens
+        assert item.samples == (end == item.request.num_tokens)
+        if item.samples:
+            sampled[item.request.request_id] = Sampled(next_token(item.request.token_ids[:end]))
+    return StepResult(sampled)
+
+
+@dataclass
+class Harness:
+    """Steps a scheduler, checks it after every call, and keeps what each client hears."""
+
+    scheduler: Scheduler
+    now: float = 0.0
+    heard: dict[str, list[RequestEvent]] = field(default_factory=dict)
+    plans: list[Plan] = field(default_factory=list)
+
+    def add(self, *specs: RequestSpec) -> None:
+        self._hear(self.scheduler.add(specs, self.now))
+        self.scheduler.check()
+
+    def abort(self, name: str) -> None:
+        self._hear(self.scheduler.abort([RequestId(name)], self.now))
+        self.scheduler.check()
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule(self.now)
+        self.plans.append(plan)
+        self.now += 1.0
+        self._hear(self.scheduler.update(plan, answer(plan), self.now))
+        self.scheduler.check()
+        return plan
+
+    def drain(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_requests:
+                return
+            self.step()
+        raise AssertionError(f"not drained after {limit} steps")
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for event in self.heard.get(name, []) for token in event.token_ids]
+
+    def finish(self, name: str) -> str | None:
+        ends = [event.finish.value for event in self.heard.get(name, []) if event.finish is not None]
+        assert len(ends) <= 1, f"{name} ended {len(ends)} times"
+        return ends[0] if ends else None
+
+    def _hear(self, events: Sequence[RequestEvent]) -> None:
+        for event in events:
+            assert self.finish(event.request_id) is None, f"{event.request_id} hears of a step after its end"
+            self.heard.setdefault(event.request_id, []).append(event)
+
+
+def expected_tokens(spec: RequestSpec, max_model_len: int) -> list[int]:
+    """What a request must produce, alone or in any company."""
+    tokens = list(spec.prompt_token_ids)
+    limit = min(max_model_len, len(tokens) + spec.sampling.max_tokens)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in spec.sampling.stop_token_ids:
+            break
+    return tokens[len(spec.prompt_token_ids):]
