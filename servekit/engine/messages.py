@@ -125,8 +125,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
     message: str
     """One line for the person who started it."""
-    is_config: bool
-    """Whether a setting is at fault (exit status 2) or the machine, a file, the network (exit status 3)."""
+    setting: tuple[str, str, str, str] | None = None
+    """Key, value, limit and remedy of a ConfigError; None when the machine or a file is at fault."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

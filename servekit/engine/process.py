@@ -1,0 +1,148 @@
+"""The engine in a process of its own: `python -m servekit.engine.process`, started by ProcessClient.
+
+The process reads a StartOrder from its standard input, connects to the client's socket, builds the engine, and then
+alternates between its inbox and steps. It ends when told to, or when its standard input closes, which is what
+happens when the client dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from servekit.config.errors import ConfigError, show
+from servekit.core.request import FinishReason
+from servekit.engine.engine import Engine
+from servekit.engine.messages import (
+    Abort,
+    AddRequests,
+    FromEngine,
+    Loading,
+    PrefixCacheReset,
+    Ready,
+    ResetPrefixCache,
+    Shutdown,
+    StartFailed,
+    StepOutput,
+)
+from servekit.engine.wire import StartOrder, to_engine_decoder
+from servekit.model.local import ModelFileError
+
+_HEARTBEAT_S = 1.0
+"""An idle engine shows that it lives this often."""
+
+log = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """One engine and its end of the wire."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = to_engine_decoder().decode
+        self._is_shutting_down = False
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encode(message))
+
+    def serve(self, engine: Engine) -> None:
+        """Alternate between inbox and steps until told to shut down."""
+        while not self._is_shutting_down:
+            was_working = engine.has_work
+            self._take_inbox(engine, wait_s=0.0 if was_working else _HEARTBEAT_S)
+            output = engine.step() if engine.has_work else StepOutput((), engine.stats())
+            self.send(output)
+            if was_working and not engine.has_work:
+                engine.check()
+        self._say_goodbye(engine)
+
+    def _take_inbox(self, engine: Engine, wait_s: float) -> None:
+        """Handle every message that is here; wait for the first one for at most `wait_s`."""
+        timeout_ms = int(1e3 * wait_s)
+        while self._socket.poll(timeout_ms):
+            self._handle(engine, self._socket.recv())
+            timeout_ms = 0
+
+    def _handle(self, engine: Engine, frame: bytes) -> None:
+        match self._decode(frame):
+            case AddRequests(specs):
+                engine.add(specs)
+            case Abort(request_ids):
+                engine.abort(request_ids)
+            case ResetPrefixCache():
+                self.send(PrefixCacheReset(engine.reset_prefix_cache()))
+            case Shutdown():
+                self._is_shutting_down = True
+
+    def _say_goodbye(self, engine: Engine) -> None:
+        engine.abort_all(FinishReason.shutdown, "the server is shutting down")
+        self.send(engine.step())
+
+
+def main() -> int:
+    """Run the process that a StartOrder on standard input describes; returns its exit status."""
+    # Ctrl-C reaches the whole terminal group; the client decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order: StartOrder = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_exit_with_client, name="client-watch", daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(order.address)
+    try:
+        return _run(EngineProcess(socket), order)
+    finally:
+        context.destroy(linger=2000)
+
+
+def _run(process: EngineProcess, order: StartOrder) -> int:
+    process.send(Loading("imports", 0, 1, ""))
+    # torch takes seconds to import; until here the process has not needed it.
+    from servekit.engine.build import build_engine
+
+    try:
+        built = build_engine(order.config, order.local, _ProgressSender(process))
+    except ConfigError as error:
+        process.send(StartFailed(str(error), (error.key, show(error.value), error.limit, error.remedy)))
+        return 1
+    except (ModelFileError, MemoryError) as error:
+        process.send(StartFailed(str(error)))
+        return 1
+    process.send(Ready(built.facts))
+    process.serve(built.engine)
+    return 0
+
+
+class _ProgressSender:
+    """Passes progress on, but no more than ten times a second."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._sent_s = 0.0
+
+    def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
+        now = time.monotonic()
+        if now - self._sent_s > 0.1 or done >= total:
+            self._sent_s = now
+            self._process.send(Loading(stage, done, total, unit))
+
+
+def _exit_with_client() -> None:
+    """End at once when standard input closes: whoever started this process is gone."""
+    # Not through sys.stdin: a thread that holds its lock would abort the interpreter's normal end.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
