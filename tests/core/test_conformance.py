@@ -7,6 +7,7 @@ whenever somebody could, order is kept, and every request ends once.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -194,7 +195,7 @@ def test_no_decode_waits_while_memory_lasts(seed: int) -> None:
     harness.drain()
     assert harness.scheduler.stats.preemptions == 0
     for events in harness.heard.values():
-        gaps = {later.at_s - earlier.at_s for earlier, later in zip(events, events[1:], strict=False)}
+        gaps = {later.at_s - earlier.at_s for earlier, later in itertools.pairwise(events)}
         assert gaps <= {1.0}
 
 
