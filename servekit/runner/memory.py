@@ -44,7 +44,7 @@ def plan_memory(config: Config, spec: ModelSpec, device: DeviceFacts, dtype_byte
     require(config.model.max_model_len is None or config.model.max_model_len <= spec.max_context_tokens,
             "model.max_model_len", config.model.max_model_len, f"the model reaches {spec.max_context_tokens} tokens",
             f"set model.max_model_len={spec.max_context_tokens} or less")
-    wanted_len = config.model.max_model_len or spec.max_position
+    wanted_len = config.model.max_model_len or spec.max_context_tokens
     fraction = memory.memory_fraction or _DEFAULT_FRACTION[device.kind]
     usable = min(int(device.total_bytes * fraction), device.free_bytes)
     weights = spec.num_parameters * dtype_bytes

@@ -1,0 +1,69 @@
+"""From files to a decoder: reading a model's spec, then its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from servekit.model.local import LocalModel, SourceKind
+from servekit.model.spec import ModelSpec
+from servekit.model.spec_dummy import read_dummy_spec
+from servekit.model.spec_gguf import read_gguf_spec
+from servekit.model.spec_huggingface import read_huggingface_spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from servekit.kernels import Kernels
+    from servekit.model.decoder import Decoder
+    from servekit.model.weights import TensorSource
+
+
+def load_spec(local: LocalModel) -> ModelSpec:
+    """Read what a model is, without its weights and without importing torch.
+
+    Raises ModelFileError for a missing or malformed file, ConfigError for a model that cannot be computed.
+    """
+    match local.kind:
+        case SourceKind.folder:
+            return read_huggingface_spec(local.files)
+        case SourceKind.gguf:
+            return read_gguf_spec(local.files)
+        case SourceKind.dummy:
+            return read_dummy_spec(local.shape)
+
+
+def load_decoder(local: LocalModel, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels,
+                 max_model_len: int, progress: Callable[[int, int], None]) -> Decoder:
+    """Read a model's weights and build its decoder.
+
+    Args:
+        local: Where the model is.
+        spec: What `load_spec` returned for it.
+        dtype: Number format of weights and activations.
+        device: Where the weights go.
+        kernels: Implementation of the operations.
+        max_model_len: Longest context that will be asked for, in tokens.
+        progress: Called with the bytes read so far and the bytes in all, of the checkpoint.
+
+    Raises ModelFileError for a file or tensor that is missing, unexpected, misshapen or truncated.
+    """
+    from servekit.model.decoder import Decoder
+    from servekit.model.weights import load_weights
+
+    weights = load_weights(_tensor_source(local, spec), spec, dtype, device, progress)
+    return Decoder(spec, weights, kernels, max_model_len)
+
+
+def _tensor_source(local: LocalModel, spec: ModelSpec) -> TensorSource:
+    from servekit.model.weights_dummy import DummyTensors
+    from servekit.model.weights_gguf import GgufTensors
+    from servekit.model.weights_safetensors import SafetensorsFolder
+
+    match local.kind:
+        case SourceKind.folder:
+            return SafetensorsFolder(local.files, spec)
+        case SourceKind.gguf:
+            return GgufTensors(local.files, spec)
+        case SourceKind.dummy:
+            return DummyTensors(spec, local.seed)
