@@ -59,7 +59,7 @@ class EngineClient(Protocol):
         Raises ConfigError for a setting that cannot be honoured, StartError for anything else.
         """
 
-    def submit(self, specs: Sequence[RequestSpec]) -> list[AsyncIterator[RequestEvent]]:
+    def submit(self, specs: Sequence[RequestSpec]) -> Sequence[AsyncIterator[RequestEvent]]:
         """Hand requests over, all or none, and return one stream of events for each.
 
         A refusal (queue full, too long) is the stream's only event. Raises EngineUnavailable.
