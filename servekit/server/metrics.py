@@ -1,0 +1,184 @@
+"""What Prometheus scrapes: the names, types and buckets that dashboards of LLM servers expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+from servekit.core.request import FinishReason
+from servekit.engine.messages import EngineFacts, EngineStats, StepRecord
+from servekit.load.metrics import Timeline, e2e_s, tpot_s
+from servekit.server.errors import ErrorCode
+
+TTFT_BUCKETS_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+TOKEN_BUCKETS_S = (.001, .002, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+"""The usual buckets begin at 10 ms; the first three are for small models."""
+REQUEST_BUCKETS_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+STEP_BUCKETS_S = (.0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3, 10)
+ITERATION_BUCKETS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PREFIX = "servekit"
+ANSWERS = (FinishReason.stop, FinishReason.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One finished engine request, as metrics and the log see it."""
+
+    reason: FinishReason
+    timeline: Timeline | None
+    """None if it produced no token."""
+    scheduled_s: float | None
+    """When it was first part of a step; None if it never was."""
+    num_prompt_tokens: int
+    max_tokens: int
+
+
+class Metrics:
+    """The server's metrics in a registry of their own. All methods belong to the event loop."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._last = EngineStats()
+        token_buckets = one_two_five(max_model_len)
+        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+
+        self._running = gauge("num_requests_running", "Requests in the running batch.")
+        self._waiting = gauge("num_requests_waiting", "Requests waiting to be scheduled.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks held by requests, 0 to 1.")
+        self._cache_config = Gauge(f"{PREFIX}:cache_config_info", "Shape of the KV cache; always 1.",
+                                   ("model_name", "block_size", "num_gpu_blocks"), registry=self.registry)
+
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that produced a token.")
+        self._generation_tokens = counter("generation_tokens", "Output tokens.")
+        self._sources = self._labelled("prompt_tokens_by_source", "Prompt tokens by where they came from.", "source")
+        self._recomputed = counter("prompt_tokens_recomputed", "Tokens computed again after a preemption.")
+        self._preemptions = counter("num_preemptions", "Preemptions.")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._finished = self._labelled("request_success", "Finished requests by reason.", "finished_reason")
+        self._rejections = self._labelled("admission_rejections", "Requests refused by reason.", "reason")
+        self._bounds = self._labelled("steps", "Steps by what kept them from doing more.", "bound")
+        self._http = Counter(f"{PREFIX}:http_requests", "HTTP requests.", ("method", "handler", "status"),
+                             registry=self.registry)
+
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self._itl = histogram("inter_token_latency_seconds", "Gap between output tokens.", TOKEN_BUCKETS_S)
+        self._tpot = histogram("request_time_per_output_token_seconds",
+                               "Mean time per output token after the first, by request.", TOKEN_BUCKETS_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
+        self._queue = histogram("request_queue_time_seconds", "Arrival to first step.", REQUEST_BUCKETS_S)
+        self._inference = histogram("request_inference_time_seconds", "First step to last token.", REQUEST_BUCKETS_S)
+        self._prefill = histogram("request_prefill_time_seconds", "First step to first token.", REQUEST_BUCKETS_S)
+        self._decode = histogram("request_decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S)
+        self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens by request.", token_buckets)
+        self._output_sizes = histogram("request_generation_tokens", "Output tokens by request.", token_buckets)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens by request.", token_buckets)
+        self._iteration = histogram("iteration_tokens_total", "Tokens computed by one step.", ITERATION_BUCKETS_TOKENS)
+        self._steps = Histogram(f"{PREFIX}:scheduler_step_seconds", "Time of one step by part.",
+                                ("model_name", "part"), buckets=STEP_BUCKETS_S, registry=self.registry)
+
+    def describe(self, facts: EngineFacts) -> None:
+        """Publish the shape of the KV cache."""
+        self._cache_config.clear()
+        self._cache_config.labels(self._model_name, facts.block_size_tokens, facts.num_kv_blocks).set(1)
+
+    def observe_step(self, stats: EngineStats, step: StepRecord | None) -> None:
+        """Take over what one step reports; a `StepObserver`. Totals that fall belong to a restarted engine."""
+        last = self._last if stats.num_steps_total >= self._last.num_steps_total else EngineStats()
+        self._last = stats
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0)
+        cached = stats.cached_tokens_total - last.cached_tokens_total
+        self._sources("local_compute").inc(stats.prompt_tokens_total - last.prompt_tokens_total)
+        self._sources("local_cache_hit").inc(cached)
+        self._recomputed.inc(stats.recomputed_tokens_total - last.recomputed_tokens_total)
+        self._preemptions.inc(stats.preemptions_total - last.preemptions_total)
+        self._prefix_queries.inc(stats.prefix_queries_total - last.prefix_queries_total)
+        self._prefix_hits.inc(cached)
+        for bound, total in stats.bound_total.items():
+            self._bounds(bound).inc(total - last.bound_total.get(bound, 0))
+        if step is None:
+            return
+        self._iteration.observe(step.num_prefill_tokens + step.num_decode_tokens)
+        for part, seconds in (("schedule", stats.schedule_s_total - last.schedule_s_total),
+                              ("execute", stats.execute_s_total - last.execute_s_total),
+                              ("update", stats.update_s_total - last.update_s_total)):
+            self._steps.labels(self._model_name, part).observe(seconds)
+
+    def first_token(self, ttft_s: float, num_prompt_tokens: int, num_tokens: int) -> None:
+        """A request's first event with tokens: `num_tokens` of them."""
+        self._ttft.observe(ttft_s)
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._generation_tokens.inc(num_tokens)
+
+    def more_tokens(self, gap_s: float, num_tokens: int) -> None:
+        """A later event with tokens, `gap_s` after the one before; its tokens share the gap evenly."""
+        for _ in range(num_tokens):
+            self._itl.observe(gap_s / num_tokens)
+        self._generation_tokens.inc(num_tokens)
+
+    def finished(self, outcome: Outcome) -> None:
+        """A request that has ended. Latencies are those of answers: errors and aborts would flatter them."""
+        self._finished(outcome.reason.value).inc()
+        if outcome.reason not in ANSWERS:
+            return
+        timeline, scheduled_s = outcome.timeline, outcome.scheduled_s
+        self._prompt_sizes.observe(outcome.num_prompt_tokens)
+        self._max_tokens.observe(outcome.max_tokens)
+        if timeline is None:
+            return
+        self._output_sizes.observe(len(timeline.token_times_s))
+        self._e2e.observe(e2e_s(timeline))
+        tpot = tpot_s(timeline)
+        if tpot is not None:
+            self._tpot.observe(tpot)
+        if scheduled_s is None:
+            return
+        first_s, last_s = timeline.token_times_s[0], timeline.token_times_s[-1]
+        self._queue.observe(scheduled_s - timeline.arrived_s)
+        self._prefill.observe(first_s - scheduled_s)
+        self._decode.observe(last_s - first_s)
+        self._inference.observe(last_s - scheduled_s)
+
+    def refused(self, code: ErrorCode) -> None:
+        """A request that was turned away before it computed anything."""
+        self._rejections(code.value).inc()
+
+    def answered(self, method: str, handler: str, status: int) -> None:
+        """An HTTP request that has been answered; `handler` is its route, not its path."""
+        self._http.labels(method, handler, status).inc()
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The scrape's body and its content type, as the scraper's Accept header asks."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _labelled(self, name: str, text: str, label: str) -> Callable[[str], Counter]:
+        metric = Counter(f"{PREFIX}:{name}", text, ("model_name", label), registry=self.registry)
+        return lambda value: metric.labels(self._model_name, value)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"{PREFIX}:{name}", text, ("model_name",), buckets=buckets,
+                         registry=self.registry).labels(self._model_name)
+
+
+def one_two_five(limit: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to and including the first that reaches `limit`."""
+    buckets, decade = [], 1
+    while True:
+        for digit in (1, 2, 5):
+            buckets.append(digit * decade)
+            if buckets[-1] >= limit:
+                return tuple(buckets)
+        decade *= 10

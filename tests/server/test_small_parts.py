@@ -1,0 +1,89 @@
+"""Parts that need no server: log formats, the statistics line, progress, seeds, buckets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+
+import pytest
+
+from servekit.engine.messages import EngineStats
+from servekit.server.intake import seed_of_choice
+from servekit.server.logs import JsonFormatter, TextFormatter
+from servekit.server.metrics import one_two_five
+from servekit.server.progress import LoadingProgress
+from servekit.server.throughput import log_throughput, throughput_line
+
+
+def record(message: str, **facts: object) -> logging.LogRecord:
+    made = logging.makeLogRecord({"name": "servekit.x", "msg": message, "levelno": logging.INFO, "levelname": "INFO"})
+    if facts:
+        made.facts = facts
+    return made
+
+
+def test_text_logs() -> None:
+    line = TextFormatter().format(record("hello", n_in=3, finish="stop", tpot_ms=None))
+    assert line.endswith(" hello n_in=3 finish=stop")
+    warning = logging.makeLogRecord({"msg": "careful", "levelno": logging.WARNING, "levelname": "WARNING"})
+    assert TextFormatter().format(warning).endswith(" WARNING careful")
+
+
+def test_json_logs_are_one_object_a_line() -> None:
+    line = JsonFormatter().format(record("two\nlines", request_id="r", n_in=3))
+    assert "\n" not in line
+    fields = json.loads(line)
+    assert (fields["message"], fields["level"], fields["request_id"], fields["n_in"]) == ("two\nlines", "INFO", "r", 3)
+    try:
+        raise ValueError("oops")
+    except ValueError as error:
+        failed = logging.makeLogRecord({"msg": "failed", "exc_info": (ValueError, error, error.__traceback__)})
+    assert "oops" in json.loads(JsonFormatter().format(failed))["traceback"]
+
+
+def test_the_statistics_line() -> None:
+    last = EngineStats(prompt_tokens_total=100, generation_tokens_total=10, prefix_queries_total=50)
+    now = EngineStats(num_running=3, num_waiting=1, kv_blocks_used=1, kv_blocks_total=4, prompt_tokens_total=300,
+                      generation_tokens_total=60, prefix_queries_total=150, cached_tokens_total=25, preemptions_total=2)
+    assert throughput_line(last, now, 10.0) == (
+        "prompt 20.0 tok/s, output 5.0 tok/s, running 3, waiting 1, KV 25%, prefix hits 25%, preempted 2")
+    assert throughput_line(now, now, 10.0) == "prompt 0.0 tok/s, output 0.0 tok/s, running 3, waiting 1, KV 25%"
+
+
+def test_statistics_are_silent_when_idle_and_survive_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    busy, restarted = EngineStats(num_steps_total=9, generation_tokens_total=9), EngineStats(num_steps_total=1)
+    readings = itertools.chain([EngineStats(), EngineStats(), busy, busy], itertools.repeat(restarted))
+
+    async def watch() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await log_throughput(lambda: next(readings), 0.01)
+
+    asyncio.run(watch())
+    assert len(caplog.messages) == 2
+
+
+def test_progress_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    told: list[str] = []
+    with LoadingProgress(told.append) as progress:
+        progress.stage("imports")
+        for done in range(0, 101, 10):
+            progress.bytes_done("weights", done * 10**6, 100 * 10**6)
+    assert told[-1] == "weights 100 %"
+    assert caplog.messages == ["loading imports", "loading weights: 0.0 of 100.0 MB"]
+
+
+def test_seeds() -> None:
+    assert seed_of_choice(7, 0) == seed_of_choice(7, 0)
+    seeds = {seed_of_choice(seed, choice) for seed in (-1, 0, 1, 2**62) for choice in range(50)}
+    assert len(seeds) == 200
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(("limit", "buckets"), [(1, (1,)), (3, (1, 2, 5)), (50, (1, 2, 5, 10, 20, 50))])
+def test_buckets(limit: int, buckets: tuple[int, ...]) -> None:
+    assert one_two_five(limit) == buckets
