@@ -1,10 +1,10 @@
 """The operations of the decoder: one file each, and one dispatch.
 
 Every operation has a `reference` in torch, which is the oracle: float64, float32, float16 and bfloat16, on a
-CPU and on CUDA. `load_kernels` gathers one implementation of each into a `Kernels`, once, when the engine starts.
+CPU and on CUDA. A `Kernels` gathers one implementation of each, once, when the engine starts.
 """
 
 from servekit.kernels.attention import AttentionBatch
-from servekit.kernels.dispatch import Kernels, load_kernels
+from servekit.kernels.dispatch import Kernels, Product, reference_kernels
 
-__all__ = ["AttentionBatch", "Kernels", "load_kernels"]
+__all__ = ["AttentionBatch", "Kernels", "Product", "reference_kernels"]

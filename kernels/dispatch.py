@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 
 from torch import Tensor
 
-from servekit.kernels import add_rms_norm, attention, copy_blocks, linear, rms_norm, rope_and_cache, silu_and_mul
+from servekit.kernels import (
+    add_rms_norm,
+    argmax,
+    attention,
+    copy_blocks,
+    draw,
+    int4_linear,
+    int8_linear,
+    linear,
+    rms_norm,
+    rope_and_cache,
+    silu_and_mul,
+)
 from servekit.kernels.attention import AttentionBatch
+from servekit.kernels.int4_linear import Int4Weight
+from servekit.kernels.int8_linear import Int8Weight
+
+Product = Callable[[Tensor], Tensor]
+"""x [..., in] to x W^T [..., out], with a weight matrix W that was prepared for it."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of each operation; the `reference` of its file documents arguments and results."""
+    """One implementation of each operation; the `reference` of its file documents arguments and results.
+
+    A further implementation starts from `reference_kernels()` and replaces (`dataclasses.replace`) what it has.
+    """
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     rope_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None], Tensor]
     copy_blocks: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    dense: Callable[[Tensor], Product]
+    """Prepares a weight matrix [out, in] in the activations' number format."""
+    int8: Callable[[Int8Weight], Product]
+    int4: Callable[[Int4Weight], Product]
+    argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def load_kernels(name: str) -> Kernels:
-    """Build the kernels called `name`; called once, when the engine starts.
-
-    Raises ValueError for a name that is not in `KERNEL_SETS`.
-    """
-    if name not in KERNEL_SETS:
-        raise ValueError(f"no kernels are called {name!r}; there are: {', '.join(KERNEL_SETS)}")
-    return KERNEL_SETS[name]()
-
-
-def _reference() -> Kernels:
+def reference_kernels() -> Kernels:
+    """Every operation in plain torch: the oracle, on any device and in any number format."""
     return Kernels(
         name="reference",
         rms_norm=rms_norm.reference,
         add_rms_norm=add_rms_norm.reference,
-        linear=linear.reference,
         silu_and_mul=silu_and_mul.reference,
         rope_and_cache=rope_and_cache.reference,
         paged_attention=attention.reference,
         copy_blocks=copy_blocks.reference,
+        dense=lambda weight: partial(linear.reference, weight=weight),
+        int8=lambda weight: partial(int8_linear.reference, weight=weight),
+        int4=lambda weight: partial(int4_linear.reference, weight=weight),
+        argmax=argmax.reference,
+        draw=draw.reference,
     )
-
-
-KERNEL_SETS: Mapping[str, Callable[[], Kernels]] = MappingProxyType({"reference": _reference})
-"""Every implementation by the name that `engine.kernels` gives it. A further one is one more entry, whose builder
-starts from `_reference()` and replaces (`dataclasses.replace`) the operations it has."""

@@ -6,15 +6,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias.
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T.
 
     Args:
         x: [..., in].
         weight: [out, in].
-        bias: [out].
 
     Returns:
         [..., out].
     """
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight)

@@ -37,6 +37,16 @@ class KernelSet(Enum):
 
     auto = "auto"
     reference = "reference"
+    cpu = "cpu"
+
+
+class Quantization(Enum):
+    """Integers that weight matrices are kept in; `auto` takes what the checkpoint stores, if the kernels have it."""
+
+    auto = "auto"
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
 
 
 class RestartPolicy(Enum):
@@ -98,6 +108,8 @@ class ModelConfig:
     """Path of a Jinja chat template to use instead of the model's own."""
     dtype: DType = DType.auto
     """Number format of weights and activations."""
+    quantization: Quantization = Quantization.auto
+    """Integers that the weight matrices are kept in."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; null takes what the model was trained for."""
     generation_defaults: GenerationDefaults = GenerationDefaults.openai
@@ -118,7 +130,7 @@ class EngineConfig:
     device: Device = Device.auto
     """Where the model runs."""
     kernels: KernelSet = KernelSet.auto
-    """Implementation of the operations."""
+    """Implementation of the operations; `auto` is the C++ one on a CPU in float32, else the reference."""
     threads: int | None = None
     """Compute threads on a CPU; null takes the cores that this process may use."""
     restart: RestartPolicy = RestartPolicy.on_failure
@@ -153,7 +165,7 @@ class MemoryConfig:
     headroom: float = 0.1
     """Share of that memory kept free for peaks."""
     kv_dtype: DType = DType.auto
-    """Number format of the KV cache; `auto` takes the model's."""
+    """Number format of the KV cache; `auto` is bfloat16 beside quantised weights, else the model's."""
 
     def __post_init__(self) -> None:
         _at_least("memory", "block_size_tokens", self.block_size_tokens, 1, 16)

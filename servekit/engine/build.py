@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from servekit.config.errors import ConfigError
-from servekit.config.schema import Config, Device, DType, KernelSet
+from servekit.config.schema import Config, DType, KernelSet
 from servekit.core.build import build_scheduler
 from servekit.engine.engine import Engine
 from servekit.engine.messages import EngineFacts
-from servekit.kernels import load_kernels
+from servekit.engine.resolve import Resolved, resolve
+from servekit.kernels import Kernels, reference_kernels
+from servekit.kernels.cpu import cpu_kernels
+from servekit.kernels.cpu.build import CompilationError, NoCompilerError
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel
 from servekit.runner.device import DeviceFacts, find_device
 from servekit.runner.kv_tensors import allocate_kv
 from servekit.runner.memory import MemoryPlan, plan_memory
 from servekit.runner.runner import Runner
+
+log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int, str], None]
 """Told (stage, done, total, unit) while an engine starts."""
@@ -36,67 +43,51 @@ class BuiltEngine:
     facts: EngineFacts
 
 
-@dataclass(frozen=True)
-class _Resolved:
-    """What `auto` and `null` came to on this machine."""
-
-    dtype: DType
-    kv_dtype: DType
-    kernels: KernelSet
-    threads: int
-    notes: tuple[str, ...]
-
-
-def build_engine(config: Config, local: LocalModel, on_progress: OnProgress) -> BuiltEngine:
+def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress: OnProgress) -> BuiltEngine:
     """Resolve the configuration against model and device, plan the memory, load, and wire the parts together.
+
+    Args:
+        config: What was asked for.
+        local: The model's files.
+        cache_dir: Where compiled operations are kept.
+        on_progress: Told how far it is.
 
     Raises ConfigError for a setting that does not fit the model or the device, ModelFileError for the files.
     """
     spec = load_spec(local)
     device = find_device(config.engine.device)
-    resolved = _resolve(config, device)
-    memory = plan_memory(config, spec, device, _size_bytes(resolved.dtype), _size_bytes(resolved.kv_dtype))
+    kernels = _load_kernels(config, resolve(config, spec, device), cache_dir, on_progress)
+    resolved = resolve(config, spec, device, KernelSet(kernels.name))
+    dtype, kv_dtype = _TORCH_DTYPES[resolved.dtype], _TORCH_DTYPES[resolved.kv_dtype]
+    memory = plan_memory(config, spec, device, resolved.quantization, dtype.itemsize, kv_dtype.itemsize)
     torch.set_num_threads(resolved.threads)
     started = time.monotonic()
-    decoder = load_decoder(local, spec, _TORCH_DTYPES[resolved.dtype], device.torch_device,
-                           load_kernels(resolved.kernels.value), memory.max_model_len,
-                           lambda done, total: on_progress("weights", done, total, "B"))
+    decoder = load_decoder(local, spec, dtype, device.torch_device, kernels, memory.max_model_len,
+                           lambda done, total: on_progress("weights", done, total, "B"), resolved.quantization)
     load_s = time.monotonic() - started
-    kv = allocate_kv(spec, memory.num_kv_blocks, config.memory.block_size_tokens, _TORCH_DTYPES[resolved.kv_dtype],
-                     device.torch_device)
+    kv = allocate_kv(spec, memory.num_kv_blocks, config.memory.block_size_tokens, kv_dtype, device.torch_device)
     scheduler = build_scheduler(config.scheduler, memory.num_kv_blocks, config.memory.block_size_tokens,
                                 memory.max_model_len)
-    runner = Runner(decoder, kv, config.memory.block_size_tokens, device.torch_device)
+    runner = Runner(decoder, kv, kernels, config.memory.block_size_tokens, device.torch_device)
     facts = _facts(local, spec.vocab_size, config, device, resolved, memory, load_s)
     return BuiltEngine(Engine(scheduler, runner), facts)
 
 
-def _resolve(config: Config, device: DeviceFacts) -> _Resolved:
-    """Settle every `auto` and `null`; each choice is one note."""
-    notes = []
-    dtype, kv_dtype = config.model.dtype, config.memory.kv_dtype
-    if config.engine.device is Device.auto:
-        notes.append(f"engine.device: auto -> {device.kind.value}")
-    if dtype is DType.auto:
-        dtype = DType.float32 if device.kind is Device.cpu else DType.bfloat16
-        notes.append(f"model.dtype: auto -> {dtype.value}")
-    if kv_dtype is DType.auto:
-        kv_dtype = dtype
-    if kv_dtype is not dtype:
-        raise ConfigError("memory.kv_dtype", kv_dtype.value, f"the cache is kept in the model's format, {dtype.value}",
-                          "set memory.kv_dtype=auto")
-    threads = config.engine.threads
-    if threads is None:
-        threads = device.cores
-        notes.append(f"engine.threads: null -> {threads}")
-    if threads > device.cores:
-        raise ConfigError("engine.threads", threads, f"this process may use {device.cores} cores",
-                          f"set engine.threads={device.cores} or less")
-    kernels = KernelSet.reference if config.engine.kernels is KernelSet.auto else config.engine.kernels
-    return _Resolved(dtype, kv_dtype, kernels, threads, tuple(notes))
+def _load_kernels(config: Config, resolved: Resolved, cache_dir: Path, on_progress: OnProgress) -> Kernels:
+    """The operations; where `auto` finds no compiler for the C++ ones, the reference, and a warning that says so."""
+    reference = reference_kernels()
+    if resolved.kernels is not KernelSet.cpu:
+        return reference
+    try:
+        return cpu_kernels(reference, cache_dir / "kernels", lambda: on_progress("compiling", 0, 1, ""))
+    except (NoCompilerError, CompilationError) as error:
+        if config.engine.kernels is KernelSet.cpu:
+            raise ConfigError("engine.kernels", "cpu", str(error), "or set engine.kernels=reference") from error
+        log.warning("%s; going on with the reference operations, which are several times slower", error)
+        return reference
 
 
-def _facts(local: LocalModel, vocab_size: int, config: Config, device: DeviceFacts, resolved: _Resolved,
+def _facts(local: LocalModel, vocab_size: int, config: Config, device: DeviceFacts, resolved: Resolved,
            memory: MemoryPlan, load_s: float) -> EngineFacts:
     return EngineFacts(
         model_name=config.model.name or local.name,
@@ -106,13 +97,11 @@ def _facts(local: LocalModel, vocab_size: int, config: Config, device: DeviceFac
         block_size_tokens=config.memory.block_size_tokens,
         device=device.name,
         dtype=resolved.dtype.value,
+        quantization=resolved.quantization.value,
+        kv_dtype=resolved.kv_dtype.value,
         kernels=resolved.kernels.value,
         threads=resolved.threads,
         weights_bytes=memory.weights_bytes,
         kv_bytes=memory.kv_bytes,
         load_s=load_s,
         notes=resolved.notes + memory.notes)
-
-
-def _size_bytes(dtype: DType) -> int:
-    return _TORCH_DTYPES[dtype].itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from servekit.config.schema import Config
 from servekit.core.request import FinishReason, RequestId, RequestSpec
@@ -22,9 +23,11 @@ class InProcessClient:
     The engine is touched by that thread alone: what `submit` and `abort` want is done between two steps.
     """
 
-    def __init__(self, config: Config, local: LocalModel, on_progress: Callable[[Loading], None]) -> None:
+    def __init__(self, config: Config, local: LocalModel, cache_dir: Path,
+                 on_progress: Callable[[Loading], None]) -> None:
         self._config = config
         self._local = local
+        self._cache_dir = cache_dir
         self._on_progress = on_progress
         self._state = EngineState.starting
         self._facts: EngineFacts | None = None
@@ -65,7 +68,8 @@ class InProcessClient:
             loop.call_soon_threadsafe(self._on_progress, Loading(stage, done, total, unit))
 
         try:
-            built = await loop.run_in_executor(self._thread, build_engine, self._config, self._local, report)
+            built = await loop.run_in_executor(self._thread, build_engine, self._config, self._local,
+                                               self._cache_dir, report)
         except ModelFileError as error:
             raise StartError(str(error)) from error
         self._engine, self._facts = built.engine, built.facts

@@ -68,11 +68,12 @@ class LLM:
         is_source = any(mark in model for mark in "/.:")
         chosen = f'model.source="{model}"' if is_source else f"model={model}"
         self._config = compose_serve([chosen, *overrides], environ=os.environ).config
-        local = fetch(self._config.model, default_cache_dir(os.environ),
+        cache_dir = default_cache_dir(os.environ)
+        local = fetch(self._config.model, cache_dir,
                       lambda _, done, total: report("download", done, total or 0, "B"))
         self._tokenizer = load_tokenizer(local, self._config.model.tokenizer)
         self._template = load_chat_template(local, self._config.model.chat_template)
-        built = build_engine(self._config, local, report)
+        built = build_engine(self._config, local, cache_dir, report)
         self._engine = built.engine
         self.facts = built.facts
         self._ids = itertools.count()
@@ -175,7 +176,8 @@ class _Job:
 
     def completion(self) -> Completion:
         return Completion(self.spec.prompt_token_ids, "".join(self._text), tuple(self._token_ids),
-                          tuple(self._logprobs), self._prompt_logprobs, self._finish, self._message, self._num_cached_tokens)
+                          tuple(self._logprobs), self._prompt_logprobs, self._finish, self._message,
+                          self._num_cached_tokens)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

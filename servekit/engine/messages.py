@@ -25,6 +25,8 @@ class EngineFacts:
     block_size_tokens: int
     device: str
     dtype: str
+    quantization: str
+    kv_dtype: str
     kernels: str
     threads: int
     weights_bytes: int

@@ -110,7 +110,7 @@ def _run(process: EngineProcess, order: StartOrder) -> int:
     from servekit.engine.build import build_engine
 
     try:
-        built = build_engine(order.config, order.local, _ProgressSender(process))
+        built = build_engine(order.config, order.local, order.cache_dir, _ProgressSender(process))
     except ConfigError as error:
         process.send(StartFailed(str(error), (error.key, show(error.value), error.limit, error.remedy)))
         return 1

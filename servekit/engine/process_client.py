@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -51,9 +52,11 @@ class ProcessClient:
     engine.restart_window_s; after that the client is dead for good.
     """
 
-    def __init__(self, config: Config, local: LocalModel, on_progress: Callable[[Loading], None]) -> None:
+    def __init__(self, config: Config, local: LocalModel, cache_dir: Path,
+                 on_progress: Callable[[Loading], None]) -> None:
         self._config = config
         self._local = local
+        self._cache_dir = cache_dir
         self._on_progress = on_progress
         self._state = EngineState.starting
         self._facts: EngineFacts | None = None
@@ -156,7 +159,7 @@ class ProcessClient:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "servekit.engine.process", stdin=asyncio.subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(StartOrder(self._config, self._local, address)))
+        self._process.stdin.write(pickle.dumps(StartOrder(self._config, self._local, self._cache_dir, address)))
         await self._process.stdin.drain()
         try:
             async with asyncio.timeout(self._config.engine.startup_timeout_s):

@@ -12,9 +12,6 @@ from servekit.config.schema import Config
 from servekit.engine.messages import FromEngine, ToEngine
 from servekit.model.local import LocalModel
 
-encoder = msgspec.msgpack.Encoder
-"""Encodes either direction."""
-
 
 @dataclass(frozen=True)
 class StartOrder:
@@ -25,6 +22,7 @@ class StartOrder:
 
     config: Config
     local: LocalModel
+    cache_dir: Path
     address: str
     """ZeroMQ address of the client's socket."""
 

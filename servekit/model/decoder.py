@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from servekit.kernels import AttentionBatch, Kernels
+from servekit.kernels import AttentionBatch, Kernels, Product
 from servekit.kernels.precision import at_least_float32
 from servekit.model.rope import cos_sin_table
 from servekit.model.spec import ModelSpec
@@ -17,10 +17,15 @@ from servekit.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight matrix [out, in] and its bias [out], if it has one."""
+    """A weight matrix [out, in], prepared for products, and its bias [out], if it has one."""
 
-    weight: Tensor
+    product: Product
     bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,15 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights of a model, in one number format and on one device."""
+    """All weights of a model, on one device."""
 
     embedding: Tensor
     """[vocab, hidden]"""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     """[hidden]"""
-    head: Tensor
-    """[vocab, hidden]; the embedding itself where the two are tied."""
+    head: Linear
+    """[vocab, hidden]; a view of the embedding where the two are tied and nothing is quantised."""
 
 
 KVLayer = tuple[Tensor, Tensor]
@@ -98,23 +103,20 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] to [S, vocab], in float32 at least."""
-        logits = self._kernels.linear(hidden, self.weights.head, None)
+        logits = self.weights.head(hidden)
         return logits.to(at_least_float32(logits.dtype))
 
     def _attention(self, layer: LayerWeights, x: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVLayer,
                    window: int | None) -> Tensor:
         key_cache, value_cache = kv
-        heads = self._linear(x, layer.qkv).view(len(x), -1, self.spec.head_dim)
+        heads = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
         q, k, v = torch.split(heads, self._head_counts, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._kernels.rms_norm(q, layer.q_norm, self.spec.rms_eps)
             k = self._kernels.rms_norm(k, layer.k_norm, self.spec.rms_eps)
         q = self._kernels.rope_and_cache(q, k, v, self._cos_sin, positions, key_cache, value_cache, batch.slots)
         attended = self._kernels.paged_attention(q, key_cache, value_cache, batch, self._scale, window)
-        return self._linear(attended.flatten(1), layer.o)
+        return layer.o(attended.flatten(1))
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        return self._linear(self._kernels.silu_and_mul(self._linear(x, layer.gate_up)), layer.down)
-
-    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return self._kernels.linear(x, linear.weight, linear.bias)
+        return layer.down(self._kernels.silu_and_mul(layer.gate_up(x)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from servekit.config.schema import Quantization
 from servekit.model.local import LocalModel, SourceKind
 from servekit.model.spec import ModelSpec
 from servekit.model.spec_dummy import read_dummy_spec
@@ -34,7 +35,8 @@ def load_spec(local: LocalModel) -> ModelSpec:
 
 
 def load_decoder(local: LocalModel, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels,
-                 max_model_len: int, progress: Callable[[int, int], None]) -> Decoder:
+                 max_model_len: int, progress: Callable[[int, int], None],
+                 quantization: Quantization = Quantization.none) -> Decoder:
     """Read a model's weights and build its decoder.
 
     Args:
@@ -45,13 +47,14 @@ def load_decoder(local: LocalModel, spec: ModelSpec, dtype: torch.dtype, device:
         kernels: Implementation of the operations.
         max_model_len: Longest context that will be asked for, in tokens.
         progress: Called with the bytes read so far and the bytes in all, of the checkpoint.
+        quantization: Of the weight matrices; see `load_weights`.
 
     Raises ModelFileError for a file or tensor that is missing, unexpected, misshapen or truncated.
     """
     from servekit.model.decoder import Decoder
     from servekit.model.weights import load_weights
 
-    weights = load_weights(_tensor_source(local, spec), spec, dtype, device, progress)
+    weights = load_weights(_tensor_source(local, spec), spec, dtype, device, kernels, quantization, progress)
     return Decoder(spec, weights, kernels, max_model_len)
 
 

@@ -149,6 +149,11 @@ class ModelSpec:
         """Numbers in all weight tensors; a tied head counts once."""
         return sum(math.prod(shape) for shape in tensor_shapes(self).values())
 
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Numbers in the layers' matrices: what a step multiplies by for every token, without embedding and head."""
+        return self.num_layers * sum(math.prod(shape) for shape in _layer_shapes(self).values() if len(shape) == 2)
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from servekit.config.errors import require
+from servekit.config.schema import Quantization
+from servekit.kernels import Kernels, Product, int4_linear, int8_linear
+from servekit.kernels.int4_linear import Int4Weight
+from servekit.kernels.int8_linear import Int8Weight
 from servekit.model.decoder import DecoderWeights, LayerWeights, Linear
 from servekit.model.local import ModelFileError
 from servekit.model.spec import ModelSpec, tensor_shapes
@@ -36,22 +41,28 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor, in any number format. Raises ModelFileError if its data is unusable."""
 
+    def read_integers(self, name: str) -> Int8Weight | Int4Weight | None:
+        """The matrix as the integers that the checkpoint stores; None if it stores others, or none."""
 
-def load_weights(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
-                 progress: Callable[[int, int], None]) -> DecoderWeights:
+
+def load_weights(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels,
+                 quantization: Quantization, progress: Callable[[int, int], None]) -> DecoderWeights:
     """Read all weights of a model.
 
     Args:
         source: The checkpoint.
         spec: The model that the checkpoint must hold: exactly these tensors in exactly these shapes.
-        dtype: Number format of the result.
+        dtype: Number format of what is not quantised.
         device: Where the result lies.
+        kernels: Prepare the matrices for their products.
+        quantization: Of the matrices: none, int8 by output channel, or int4 by groups of 32 with an int8 head. What
+            the checkpoint itself stores in such integers is taken as it is.
         progress: Called with the bytes read so far and the bytes in all.
 
     Raises ModelFileError, naming the tensor, if one is missing, unexpected, misshapen or unusable.
     """
     _check(source, tensor_shapes(spec))
-    return _Assembler(source, spec, dtype, device, progress).decoder()
+    return _Assembler(source, spec, dtype, device, kernels, quantization, progress).decoder()
 
 
 def _check(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -71,7 +82,9 @@ class _Assembler:
     """Reads tensors in the order of computation and counts their bytes."""
 
     def __init__(self, source: TensorSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
-                 progress: Callable[[int, int], None]) -> None:
+                 kernels: Kernels, quantization: Quantization, progress: Callable[[int, int], None]) -> None:
+        self._kernels = kernels
+        self._quantization = quantization
         self._source = source
         self._spec = spec
         self._dtype = dtype
@@ -85,8 +98,13 @@ class _Assembler:
         embedding = self._tensor("model.embed_tokens.weight")
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(self._spec.num_layers))
         final_norm = self._tensor("model.norm.weight")
-        head = embedding if self._spec.tied_head else self._tensor("lm_head.weight")
-        return DecoderWeights(embedding, layers, final_norm, head)
+        return DecoderWeights(embedding, layers, final_norm, self._head(embedding))
+
+    def _head(self, embedding: Tensor) -> Linear:
+        name = "model.embed_tokens.weight" if self._spec.tied_head else "lm_head.weight"
+        if self._quantization is not Quantization.none:
+            return Linear(self._int8([name]))
+        return Linear(self._kernels.dense(embedding if self._spec.tied_head else self._tensor(name)))
 
     def _layer(self, layer: str) -> LayerWeights:
         spec, attention, mlp = self._spec, f"{layer}.self_attn", f"{layer}.mlp"
@@ -102,8 +120,41 @@ class _Assembler:
         )
 
     def _linear(self, has_bias: bool, *names: str) -> Linear:
-        return Linear(weight=self._fused([f"{name}.weight" for name in names]),
+        return Linear(product=self._product([f"{name}.weight" for name in names]),
                       bias=self._fused([f"{name}.bias" for name in names]) if has_bias else None)
+
+    def _product(self, names: list[str]) -> Product:
+        """The matrices below one another, ready to multiply."""
+        match self._quantization:
+            case Quantization.int8:
+                return self._int8(names)
+            case Quantization.int4:
+                return self._int4(names)
+            case _:
+                return self._kernels.dense(self._fused(names))
+
+    def _int8(self, names: list[str]) -> Product:
+        stored = [self._source.read_integers(name) for name in names]
+        parts = [part for part in stored if isinstance(part, Int8Weight)]
+        if len(parts) < len(names):
+            parts = [int8_linear.quantize(self._source.read(name)) for name in names]
+        self._count(names)
+        return self._kernels.int8(Int8Weight(*(self._joined(part) for part in zip(*map(_fields, parts), strict=True))))
+
+    def _int4(self, names: list[str]) -> Product:
+        columns = self._source.tensors[names[0]].shape[1]
+        require(columns % int4_linear.GROUP_SIZE == 0, "model.quantization", "int4",
+                f"{names[0]} has {columns} columns, not a multiple of {int4_linear.GROUP_SIZE}",
+                "set model.quantization=int8")
+        stored = [self._source.read_integers(name) for name in names]
+        parts = [part for part in stored if isinstance(part, Int4Weight)]
+        if len(parts) < len(names):
+            parts = [int4_linear.quantize(self._source.read(name)) for name in names]
+        self._count(names)
+        return self._kernels.int4(Int4Weight(*(self._joined(part) for part in zip(*map(_fields, parts), strict=True))))
+
+    def _joined(self, parts: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(parts).to(self._device)
 
     def _fused(self, names: list[str]) -> Tensor:
         """The tensors below one another, each converted straight into its place."""
@@ -112,9 +163,17 @@ class _Assembler:
         fused = torch.empty(sum(rows), *shapes[0][1:], dtype=self._dtype, device=self._device)
         for name, part in zip(names, torch.split(fused, rows), strict=True):
             part.copy_(self._source.read(name))
-            self._read_bytes += self._source.tensors[name].num_bytes
-            self._progress(self._read_bytes, self._total_bytes)
+            self._count([name])
         return fused
+
+    def _count(self, names: list[str]) -> None:
+        self._read_bytes += sum(self._source.tensors[name].num_bytes for name in names)
+        self._progress(min(self._read_bytes, self._total_bytes), self._total_bytes)
 
     def _tensor(self, name: str) -> Tensor:
         return self._fused([name])
+
+
+def _fields(weight: Int8Weight | Int4Weight) -> tuple[Tensor, ...]:
+    """The tensors of a quantised weight; each has one row for each output channel."""
+    return tuple(getattr(weight, field.name) for field in fields(weight))

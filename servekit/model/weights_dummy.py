@@ -37,3 +37,6 @@ class DummyTensors:
             return torch.ones(shape)
         generator = torch.Generator().manual_seed(self._seeds[name])
         return torch.empty(shape).normal_(std=_STANDARD_DEVIATION, generator=generator)
+
+    def read_integers(self, name: str) -> None:
+        """None: these weights are floating-point numbers."""

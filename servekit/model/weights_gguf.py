@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from servekit.kernels import int4_linear
+from servekit.kernels.int4_linear import Int4Weight
+from servekit.kernels.int8_linear import Int8Weight
 from servekit.model.gguf_header import GgufTensor, read_gguf_header
 from servekit.model.local import ModelFileError
 from servekit.model.spec import Family, ModelSpec
@@ -73,6 +76,16 @@ class GgufTensors:
                                  ) from error
         return self._rotated_halves(name, weights)
 
+    def read_integers(self, name: str) -> Int8Weight | Int4Weight | None:
+        tensor = self._by_name[name]
+        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        if kind not in _BLOCK_READERS:
+            return None
+        raw = np.fromfile(self._path, dtype=np.uint8, count=self._num_bytes(tensor), offset=tensor.offset_bytes)
+        columns, rows = tensor.shape
+        blocks = torch.from_numpy(raw).view(rows, columns // int4_linear.GROUP_SIZE, -1)
+        return _BLOCK_READERS[kind](self._rotated_halves(name, blocks))
+
     def _num_bytes(self, tensor: GgufTensor) -> int:
         if tensor.ggml_type not in gguf.GGML_QUANT_SIZES:
             raise ModelFileError(f"{self._path}: tensor {tensor.name} has the unknown "
@@ -100,6 +113,38 @@ def _dequantize(raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     if kind is gguf.GGMLQuantizationType.F16:
         return raw.view(np.float16).reshape(shape)
     return np.asarray(gguf.dequantize(raw.reshape(*shape[:-1], -1), kind)).reshape(shape)
+
+
+def _q8_0(blocks: Tensor) -> Int8Weight:
+    """[rows, groups, 34]: a half float, then 32 integers."""
+    return Int8Weight(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0).float())
+
+
+def _q4_0(blocks: Tensor) -> Int4Weight:
+    """[rows, groups, 18]: a half float, then 32 integers that stand for themselves less 8."""
+    scales = _half(blocks, 0)
+    return Int4Weight(_nibbles(blocks[..., 2:]), scales, -8 * scales)
+
+
+def _q4_1(blocks: Tensor) -> Int4Weight:
+    """[rows, groups, 20]: scale and minimum as half floats, then 32 integers."""
+    return Int4Weight(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _half(blocks: Tensor, offset_bytes: int) -> Tensor:
+    return blocks[..., offset_bytes:offset_bytes + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[rows, groups, 16] to [rows, groups * 32]: the low halves of a group's bytes come first."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+_BLOCK_READERS: Mapping[gguf.GGMLQuantizationType, Callable[[Tensor], Int8Weight | Int4Weight]] = {
+    gguf.GGMLQuantizationType.Q8_0: _q8_0,
+    gguf.GGMLQuantizationType.Q4_0: _q4_0,
+    gguf.GGMLQuantizationType.Q4_1: _q4_1,
+}
 
 
 def _huggingface_name(name: str) -> str:

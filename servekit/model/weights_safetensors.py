@@ -48,6 +48,9 @@ class SafetensorsFolder:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def read_integers(self, name: str) -> None:
+        """None: these checkpoints hold floating-point numbers."""
+
     def _add(self, path: Path) -> None:
         try:
             file: Any = safetensors.safe_open(path, framework="pt")

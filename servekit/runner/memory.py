@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from servekit.config.errors import ConfigError, require
-from servekit.config.schema import Config, Device
+from servekit.config.schema import Config, Device, Quantization
 from servekit.model.spec import ModelSpec
 from servekit.runner.device import DeviceFacts
 
 _DEFAULT_FRACTION = {Device.cuda: 0.9, Device.cpu: 0.3}
 """A GPU is the engine's own; a CPU's memory is shared with everything else on the machine."""
+
+_BITS = {Quantization.int4: 5.0, Quantization.int8: 9.0}
+"""Bits of a quantised weight with its share of the scales: at most one scale for 32 weights."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class MemoryPlan:
     """What was derived or lowered, one line each."""
 
 
-def plan_memory(config: Config, spec: ModelSpec, device: DeviceFacts, dtype_bytes: int,
+def plan_memory(config: Config, spec: ModelSpec, device: DeviceFacts, quantization: Quantization, dtype_bytes: int,
                 kv_dtype_bytes: int) -> MemoryPlan:
     """Divide the device's memory before anything is allocated.
 
@@ -47,7 +50,7 @@ def plan_memory(config: Config, spec: ModelSpec, device: DeviceFacts, dtype_byte
     wanted_len = config.model.max_model_len or spec.max_context_tokens
     fraction = memory.memory_fraction or _DEFAULT_FRACTION[device.kind]
     usable = min(int(device.total_bytes * fraction), device.free_bytes)
-    weights = spec.num_parameters * dtype_bytes
+    weights = weights_bytes(spec, quantization, dtype_bytes)
     activations = activation_bytes(spec, config.scheduler.max_step_tokens, config.scheduler.max_num_seqs, dtype_bytes)
     headroom = int(usable * memory.headroom)
     block_bytes = block_size * spec.kv_bytes_per_token(kv_dtype_bytes)
@@ -65,6 +68,17 @@ def plan_memory(config: Config, spec: ModelSpec, device: DeviceFacts, dtype_byte
         notes.append(_fit_length(config, wanted_len, num_blocks, _budget_line(usable, weights, activations, headroom)))
     return MemoryPlan(usable, weights, activations, headroom, num_blocks * block_bytes, num_blocks,
                       min(wanted_len, num_blocks * block_size), tuple(notes))
+
+
+def weights_bytes(spec: ModelSpec, quantization: Quantization, dtype_bytes: int) -> int:
+    """Bytes of all weights. A head that is quantised stands beside the embedding, even where the two are tied."""
+    if quantization is Quantization.none:
+        return spec.num_parameters * dtype_bytes
+    head = spec.vocab_size * spec.hidden_size
+    matrices = spec.num_matrix_parameters
+    others = spec.num_parameters - matrices - (0 if spec.tied_head else head)
+    bits = _BITS[quantization]
+    return int(matrices * bits / 8) + int(head * _BITS[Quantization.int8] / 8) + others * dtype_bytes
 
 
 def activation_bytes(spec: ModelSpec, max_step_tokens: int, max_num_seqs: int, dtype_bytes: int) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from servekit.core.plan import Plan, PlanItem, Sampled, StepResult
 from servekit.core.request import Request, RequestId, TokenLogprobs
+from servekit.kernels import Kernels
 from servekit.model.decoder import Decoder
 from servekit.runner.inputs import StepInputs, build_inputs
 from servekit.runner.kv_tensors import KVTensors
@@ -19,8 +20,10 @@ _SCORED_AT_ONCE = 64
 class Runner:
     """Executes plans on one device. Requests, queues and block accounting are the scheduler's; tensors are its."""
 
-    def __init__(self, decoder: Decoder, kv: KVTensors, block_size_tokens: int, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, kv: KVTensors, kernels: Kernels, block_size_tokens: int,
+                 device: torch.device) -> None:
         self._decoder = decoder
+        self._kernels = kernels
         self._kv = kv
         self._block_size_tokens = block_size_tokens
         self._device = device
@@ -42,7 +45,7 @@ class Runner:
         if not rows:
             return sampled, failed
         logits = self._decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
-        for request, answer in zip(requests, sample(logits, requests), strict=True):
+        for request, answer in zip(requests, sample(logits, requests, self._kernels), strict=True):
             if isinstance(answer, str):
                 failed[request.request_id] = answer
             else:

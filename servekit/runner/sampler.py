@@ -19,26 +19,28 @@ from torch import Tensor
 
 from servekit.core.plan import Sampled
 from servekit.core.request import Request, SamplingParams, TokenLogprobs
+from servekit.kernels import Kernels
 
 _CANDIDATES = 1024
 """Most likely tokens that top-k, top-p and min-p look at before they resort to sorting the vocabulary."""
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled | str]:
+def sample(logits: Tensor, requests: Sequence[Request], kernels: Kernels) -> list[Sampled | str]:
     """Choose the next token of each request.
 
     Args:
         logits: [S, vocab] in float32 or float64; row i belongs to `requests[i]`. Not modified.
         requests: What to sample for. Their `token_ids` end where the new token goes.
+        kernels: Choose the largest and draw.
 
     Returns:
         For each row the token, or a line that says why there is none.
     """
-    best, greedy = logits.max(dim=-1)
+    best, greedy = kernels.argmax(logits)
     is_sound = torch.isfinite(best).tolist()
     tokens: list[int] = greedy.tolist()
     drawn = [row for row, request in enumerate(requests) if is_sound[row] and not _is_plain_greedy(request)]
-    for row, token in zip(drawn, _choose(logits, drawn, requests), strict=True):
+    for row, token in zip(drawn, _choose(logits, drawn, requests, kernels), strict=True):
         tokens[row] = token
     return [_answer(logits[row], request, tokens[row]) if is_sound[row] else _unsound(request)
             for row, request in enumerate(requests)]
@@ -61,15 +63,11 @@ def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenL
                                                           top_tokens.tolist(), top_values.tolist(), strict=True)]
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
-    digest = blake2b(struct.pack("<qq", _wrapped(seed), position), digest_size=8).digest()
-    return float(int.from_bytes(digest, "little") >> 11) * 2.0 ** -53
-
-
-def _wrapped(seed: int) -> int:
-    """Any integer as a signed 64-bit one."""
-    return (seed + 2**63) % 2**64 - 2**63
+def draw_key(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit numbers that depend on nothing but the arguments: the key of one draw."""
+    digest = blake2b(struct.pack("<qq", (seed + 2**63) % 2**64 - 2**63, position), digest_size=8).digest()
+    first, second = struct.unpack("<II", digest)
+    return first, second
 
 
 def _is_plain_greedy(request: Request) -> bool:
@@ -94,16 +92,16 @@ def _answer(logits: Tensor, request: Request, token: int) -> Sampled:
     return Sampled(token, score(logits.unsqueeze(0), [token], request.sampling.logprobs)[0])
 
 
-def _choose(logits: Tensor, rows: list[int], requests: Sequence[Request]) -> list[int]:
+def _choose(logits: Tensor, rows: list[int], requests: Sequence[Request], kernels: Kernels) -> list[int]:
     """Tokens of the rows that are not simply the largest logit."""
     if not rows:
         return []
     chosen = [requests[row] for row in rows]
     adjusted = torch.stack([_adjust(logits[row], request) for row, request in zip(rows, chosen, strict=True)])
-    tokens: list[int] = adjusted.argmax(dim=-1).tolist()
+    tokens: list[int] = kernels.argmax(adjusted)[1].tolist()
     random = [i for i, request in enumerate(chosen) if request.sampling.temperature > 0]
     if random:
-        drawn = _draw(adjusted[random], [chosen[i] for i in random])
+        drawn = _draw(adjusted[random], [chosen[i] for i in random], kernels)
         for i, token in zip(random, drawn, strict=True):
             tokens[i] = token
     return tokens
@@ -136,58 +134,42 @@ def _adjust(logits: Tensor, request: Request) -> Tensor:
     return logits
 
 
-def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One random token a row, by inversion of the cumulative distribution."""
-    temperature = _column([request.sampling.temperature for request in requests], logits.device).unsqueeze(1)
-    # Shifted first: a tiny temperature must not overflow.
-    scaled = (logits.double() - logits.amax(dim=-1, keepdim=True).double()) / temperature
-    points = _column([uniform(request.sampling.seed, request.num_tokens) for request in requests], logits.device)
-    tokens = [0] * len(requests)
-    filtered = [i for i, request in enumerate(requests) if _filters(request.sampling)]
-    unfiltered = [i for i, request in enumerate(requests) if not _filters(request.sampling)]
-    if unfiltered:
-        picks = _invert(scaled[unfiltered].softmax(dim=-1), points[unfiltered])
-        for i, token in zip(unfiltered, picks.tolist(), strict=True):
-            tokens[i] = token
-    for i in filtered:
-        candidates, weights = _survivors(scaled[i], requests[i].sampling)
-        tokens[i] = int(candidates[_invert(weights.unsqueeze(0), points[i:i + 1])].item())
+def _draw(logits: Tensor, requests: Sequence[Request], kernels: Kernels) -> list[int]:
+    """One random token a row."""
+    for row, request in zip(logits, requests, strict=True):
+        if _filters(request.sampling):
+            _keep_survivors(row, request.sampling)
+    temperatures = torch.tensor([request.sampling.temperature for request in requests], dtype=torch.float64)
+    keys = torch.tensor([draw_key(request.sampling.seed, request.num_tokens) for request in requests])
+    tokens: list[int] = kernels.draw(logits, temperatures.to(logits.device), keys.to(logits.device)).tolist()
     return tokens
-
-
-def _column(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _filters(params: SamplingParams) -> bool:
     return params.top_k is not None or params.top_p < 1 or params.min_p > 0
 
 
-def _survivors(scaled: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Token ids, most likely first, that top-k, top-p and min-p leave, and their weights; at least one."""
-    limit = len(scaled) if params.top_k is None else min(params.top_k, len(scaled))
+def _keep_survivors(logits: Tensor, params: SamplingParams) -> None:
+    """Set all of a row [vocab] to -inf but what top-k, top-p and min-p leave, which is one token at least."""
+    limit = len(logits) if params.top_k is None else min(params.top_k, len(logits))
     looked_at = min(limit, _CANDIDATES) if params.top_k is None else limit
-    candidates, weights, keep = _filter(scaled, looked_at, params)
+    candidates, keep = _filter(logits, looked_at, params)
     if looked_at < limit and keep[-1]:
-        candidates, weights, keep = _filter(scaled, limit, params)
-    return candidates[keep], weights[keep]
+        candidates, keep = _filter(logits, limit, params)
+    kept = candidates[keep]
+    values = logits[kept]
+    logits.fill_(float("-inf"))
+    logits[kept] = values
 
 
-def _filter(scaled: Tensor, looked_at: int, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
-    """The `looked_at` most likely tokens, their shares, and which of them top-p and min-p keep."""
-    values, candidates = scaled.topk(looked_at)
-    population = scaled if params.top_k is None else values
-    weights = (values - population.logsumexp(dim=-1)).exp()
+def _filter(logits: Tensor, looked_at: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The `looked_at` most likely tokens, best first, and which of them top-p and min-p keep."""
+    values, candidates = logits.topk(looked_at)
+    best = values[0].double()
+    # Shifted before the division: a tiny temperature must not overflow.
+    scaled = (values.double() - best) / params.temperature
+    population = (logits.double() - best) / params.temperature if params.top_k is None else scaled
+    weights = (scaled - population.logsumexp(dim=-1)).exp()
     keep = (weights.cumsum(dim=-1) - weights < params.top_p) & (weights >= params.min_p * weights[0])
     keep[0] = True
-    return candidates, weights, keep
-
-
-def _invert(weights: Tensor, points: Tensor) -> Tensor:
-    """[n, m] weights and [n] points in [0, 1): the column of each row in whose share of the total the point falls."""
-    cumulative = weights.cumsum(dim=-1)
-    targets = (points * cumulative[:, -1]).unsqueeze(1)
-    picked = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    # Rounding may put the target at the very end; the last column with any weight is meant.
-    last = (weights > 0).long().cumsum(dim=-1).argmax(dim=-1)
-    return torch.minimum(picked, last)
+    return candidates, keep

@@ -187,13 +187,12 @@ class Server:
     async def _start_engine(self) -> EngineClient:
         """Fetch and load everything; from then on requests are taken."""
         split = _TimeSplit()
-        lifecycle = self._service.lifecycle
+        lifecycle, cache_dir = self._service.lifecycle, default_cache_dir(os.environ)
         with LoadingProgress(lambda text: setattr(lifecycle, "progress", text)) as progress:
             progress.stage("model files")
             with split.part("fetch"):
-                local = await _in_thread(lambda: fetch(self._config.model, default_cache_dir(os.environ),
-                                                       progress.bytes_done))
-            engine = ProcessClient(self._config, local, lambda loading: _show(loading, progress))
+                local = await _in_thread(lambda: fetch(self._config.model, cache_dir, progress.bytes_done))
+            engine = ProcessClient(self._config, local, cache_dir, lambda loading: _show(loading, progress))
             try:
                 with split.part("engine"):
                     starting = asyncio.create_task(engine.start())

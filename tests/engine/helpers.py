@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +23,12 @@ from servekit.config.schema import (
     SchedulerConfig,
 )
 from servekit.core.request import RequestEvent, RequestId, RequestSpec, SamplingParams
-from servekit.engine.build import build_engine
+from servekit.engine.build import BuiltEngine, build_engine
 from servekit.engine.engine import Engine
 from servekit.model.local import LocalModel, SourceKind
+from servekit.model.source import default_cache_dir
+
+CACHE_DIR = default_cache_dir(os.environ)
 
 _numbers = itertools.count()
 
@@ -48,8 +52,12 @@ def make_config(*, dtype: DType = DType.float64, num_kv_blocks: int = 256, block
             prefix_cache=HashPrefixCacheConfig() if prefix_cache else NoPrefixCacheConfig()))
 
 
+def build(config: Config, local: LocalModel | None = None) -> BuiltEngine:
+    return build_engine(config, local or dummy_model(), CACHE_DIR, lambda *_: None)
+
+
 def make_engine(**options: Any) -> Engine:
-    return build_engine(make_config(**options), dummy_model(), lambda *_: None).engine
+    return build(make_config(**options)).engine
 
 
 def spec(prompt: Sequence[int], max_tokens: int = 12, **sampling: Any) -> RequestSpec:

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from engine.helpers import dummy_model, make_config, make_engine, run, spec
+from engine.helpers import build, make_config, make_engine, run, spec
 from servekit.config.errors import ConfigError
 from servekit.config.schema import Config, DType, EngineConfig, MemoryConfig, ModelConfig
 from servekit.core.request import FinishReason
 from servekit.engine import build as engine_build
-from servekit.engine.build import build_engine
 
 
 def test_stop_tokens_and_min_tokens() -> None:
@@ -100,23 +99,23 @@ def test_counters_add_up() -> None:
      ["512", "128"]),
     (MemoryConfig(num_kv_blocks=10**9), ModelConfig("dummy:tiny"), "memory.num_kv_blocks", ["1000000000", "GB"]),
     (MemoryConfig(), ModelConfig("dummy:tiny", max_model_len=10**6), "model.max_model_len", ["1000000", "2048"]),
-    (MemoryConfig(kv_dtype=DType.bfloat16), ModelConfig("dummy:tiny"), "memory.kv_dtype", ["bfloat16", "float32"]),
+    (MemoryConfig(kv_dtype=DType.float16), ModelConfig("dummy:tiny"), "memory.kv_dtype", ["float16", "float32"]),
 ])
 def test_settings_that_do_not_fit_are_refused_with_numbers(memory: MemoryConfig, model: ModelConfig, key: str,
                                                            words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_engine(Config(model=model, memory=memory), dummy_model(), lambda *_: None)
+        build(Config(model=model, memory=memory))
     assert caught.value.key == key and "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_too_many_threads_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.threads=10000"):
-        build_engine(make_config(engine=EngineConfig(threads=10000)), dummy_model(), lambda *_: None)
+        build(make_config(engine=EngineConfig(threads=10000)))
 
 
 def test_a_length_that_only_the_model_declares_is_lowered_and_said() -> None:
-    built = build_engine(make_config(num_kv_blocks=8, max_model_len=None), dummy_model(), lambda *_: None)
+    built = build(make_config(num_kv_blocks=8, max_model_len=None))
     assert built.facts.max_model_len == 128
     assert any("2048 -> 128" in note for note in built.facts.notes)
 
@@ -140,7 +139,7 @@ def test_every_number_format_runs(dtype: DType) -> None:
 def test_threads_are_what_was_asked_for() -> None:
     before = torch.get_num_threads()
     try:
-        built = build_engine(make_config(engine=EngineConfig(threads=1)), dummy_model(), lambda *_: None)
+        built = build(make_config(engine=EngineConfig(threads=1)))
         assert torch.get_num_threads() == 1 == built.facts.threads
     finally:
         torch.set_num_threads(before)

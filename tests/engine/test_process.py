@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.helpers import dummy_model, make_config, make_engine, run, spec
+from engine.helpers import CACHE_DIR, dummy_model, make_config, make_engine, run, spec
 from servekit.config.errors import ConfigError
 from servekit.config.schema import Config, EngineConfig, RestartPolicy
 from servekit.core.request import FinishReason, RequestEvent
@@ -42,7 +42,7 @@ async def until(condition: Any, limit_s: float = 30) -> None:
 
 
 def client_for(kind: type[Client], config: Config | None = None) -> Client:
-    return kind(config or make_config(prefix_cache=True), dummy_model(), lambda _: None)
+    return kind(config or make_config(prefix_cache=True), dummy_model(), CACHE_DIR, lambda _: None)
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -194,10 +194,10 @@ def test_the_engine_ends_with_its_client() -> None:
     script = textwrap.dedent("""
         import asyncio, os, signal, sys
         sys.path.insert(0, sys.argv[1])
-        from engine.helpers import dummy_model, make_config
+        from engine.helpers import CACHE_DIR, dummy_model, make_config
         from servekit.engine.process_client import ProcessClient
         async def main():
-            client = ProcessClient(make_config(), dummy_model(), lambda _: None)
+            client = ProcessClient(make_config(), dummy_model(), CACHE_DIR, lambda _: None)
             await client.start()
             print(client.process_id, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -236,7 +236,7 @@ def test_a_model_that_is_not_there_is_a_start_error(kind: type[Client], tmp_path
     async def body() -> None:
         path = tmp_path / "missing.gguf"
         path.write_bytes(b"GGUF but not really")
-        client = kind(make_config(), LocalModel(SourceKind.gguf, "m", path), lambda _: None)
+        client = kind(make_config(), LocalModel(SourceKind.gguf, "m", path), CACHE_DIR, lambda _: None)
         with pytest.raises(StartError, match=r"missing\.gguf"):
             await client.start()
         await client.shutdown()

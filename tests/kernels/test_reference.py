@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paged_kv import attention_batch, empty_cache
-from servekit.kernels import AttentionBatch, load_kernels
+from servekit.kernels import AttentionBatch, reference_kernels
 
-KERNELS = load_kernels("reference")
+KERNELS = reference_kernels()
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -29,11 +29,6 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     """Equal up to the rounding of `actual`'s number format."""
     torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCE[actual.dtype],
                                atol=TOLERANCE[actual.dtype])
-
-
-def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'fast'.*reference"):
-        load_kernels("fast")
 
 
 @EVERY_DTYPE
@@ -73,18 +68,16 @@ def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int, seed: int) -> N
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("has_bias", [True, False])
 @given(rows=st.integers(1, 4), width=st.integers(1, 9), out=st.integers(1, 9), seed=st.integers(0, 99))
 @quick
-def test_linear(dtype: torch.dtype, has_bias: bool, rows: int, width: int, out: int, seed: int) -> None:
+def test_linear(dtype: torch.dtype, rows: int, width: int, out: int, seed: int) -> None:
     x, weight = numbers(rows, width, seed=seed, dtype=dtype), numbers(out, width, seed=seed + 1, dtype=dtype)
-    bias = numbers(out, seed=seed + 2, dtype=dtype) if has_bias else None
-    expected = torch.zeros(rows, out, dtype=torch.float64) if bias is None else bias.double().repeat(rows, 1)
+    expected = torch.zeros(rows, out, dtype=torch.float64)
     for row in range(rows):
         for column in range(out):
             for inner in range(width):
                 expected[row, column] += x[row, inner].double() * weight[column, inner].double()
-    assert_close(KERNELS.linear(x, weight, bias), expected)
+    assert_close(KERNELS.dense(weight)(x), expected)
 
 
 @given(num_source=st.integers(1, 9), num_target=st.integers(1, 9), data=st.data())

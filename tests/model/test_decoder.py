@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged_kv import PagedRun
-from servekit.kernels import load_kernels
+from servekit.kernels import reference_kernels
 from servekit.model.decoder import Decoder
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel, SourceKind
@@ -56,7 +56,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 def load(folder: Path, max_model_len: int) -> Decoder:
     local = LocalModel(SourceKind.folder, "tiny", folder)
-    return load_decoder(local, load_spec(local), torch.float64, torch.device("cpu"), load_kernels("reference"),
+    return load_decoder(local, load_spec(local), torch.float64, torch.device("cpu"), reference_kernels(),
                         max_model_len, lambda done, total: None)
 
 
@@ -119,9 +119,9 @@ def test_float64_is_float64_everywhere_and_logits_are_never_narrower_than_float3
     folder = save(tiny_model("qwen3"), tmp_path)
     local = LocalModel(SourceKind.folder, "tiny", folder)
     for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
-        decoder = load_decoder(local, load_spec(local), dtype, torch.device("cpu"), load_kernels("reference"), 64,
+        decoder = load_decoder(local, load_spec(local), dtype, torch.device("cpu"), reference_kernels(), 64,
                                lambda done, total: None)
-        assert decoder.weights.layers[0].qkv.weight.dtype == dtype
+        assert decoder.weights.layers[0].attention_norm.dtype == dtype
         assert PagedRun(decoder, BLOCK_SIZE, 2).step({"a": [1, 2, 3]})["a"].dtype == wide
 
 
@@ -129,7 +129,7 @@ def test_float64_is_float64_everywhere_and_logits_are_never_narrower_than_float3
 def test_narrow_formats_stay_close_to_float64(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny_model("llama")
     local = LocalModel(SourceKind.folder, "tiny", save(model, tmp_path))
-    decoder = load_decoder(local, load_spec(local), dtype, torch.device("cpu"), load_kernels("reference"), 64,
+    decoder = load_decoder(local, load_spec(local), dtype, torch.device("cpu"), reference_kernels(), 64,
                            lambda done, total: None)
     tokens = prompt(40)
     expected = logits_of(model, tokens)

@@ -6,24 +6,26 @@ import pytest
 import torch
 
 from paged_kv import PagedRun
-from servekit.kernels import load_kernels
+from servekit.kernels import reference_kernels
 from servekit.model.decoder import Decoder
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel, SourceKind
 
+ONES = torch.ones(1, load_spec(LocalModel(SourceKind.dummy, "", None, "tiny")).intermediate_size)
+
 
 def load(seed: int) -> Decoder:
     local = LocalModel(SourceKind.dummy, "dummy:tiny", None, "tiny", seed)
-    return load_decoder(local, load_spec(local), torch.float32, torch.device("cpu"), load_kernels("reference"), 64,
+    return load_decoder(local, load_spec(local), torch.float32, torch.device("cpu"), reference_kernels(), 64,
                         lambda done, total: None)
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
     first, again, other = load(0), load(0), load(1)
     assert torch.equal(first.weights.embedding, again.weights.embedding)
-    assert torch.equal(first.weights.layers[1].down.weight, again.weights.layers[1].down.weight)
+    assert torch.equal(first.weights.layers[1].down(ONES), again.weights.layers[1].down(ONES))
     assert not torch.equal(first.weights.embedding, other.weights.embedding)
-    assert not torch.equal(first.weights.layers[0].down.weight, first.weights.layers[1].down.weight)
+    assert not torch.equal(first.weights.layers[0].down(ONES), first.weights.layers[1].down(ONES))
 
 
 def test_logits_tell_tokens_apart() -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paged_kv import PagedRun
 from servekit.config.errors import ConfigError
-from servekit.kernels import load_kernels
+from servekit.kernels import reference_kernels
 from servekit.model.decoder import Decoder
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel, ModelFileError, SourceKind
@@ -34,7 +34,7 @@ def spec_of(path: Path) -> ModelSpec:
 
 def load(path: Path, dtype: torch.dtype = torch.float64, max_model_len: int = 64) -> Decoder:
     local = LocalModel(SourceKind.gguf, "tiny", path)
-    return load_decoder(local, load_spec(local), dtype, torch.device("cpu"), load_kernels("reference"),
+    return load_decoder(local, load_spec(local), dtype, torch.device("cpu"), reference_kernels(),
                         max_model_len, lambda done, total: None)
 
 
@@ -216,7 +216,7 @@ def test_progress_counts_the_bytes_of_all_tensors(tmp_path: Path) -> None:
     local = LocalModel(SourceKind.gguf, "tiny", write_gguf(tiny_model("llama", **SHAPE), tmp_path / "tiny.gguf"))
     spec = load_spec(local)
     calls: list[tuple[int, int]] = []
-    load_decoder(local, spec, torch.float32, torch.device("cpu"), load_kernels("reference"), 64,
+    load_decoder(local, spec, torch.float32, torch.device("cpu"), reference_kernels(), 64,
                  lambda done, total: calls.append((done, total)))
     total = 4 * spec.num_parameters
     assert calls[0] == (0, total) and calls[-1] == (total, total)

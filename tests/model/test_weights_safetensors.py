@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paged_kv import PagedRun
-from servekit.kernels import load_kernels
+from servekit.kernels import reference_kernels
 from servekit.model.decoder import Decoder
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel, ModelFileError, SourceKind
@@ -23,7 +23,7 @@ TOKENS = [5, 3, 98, 0, 41, 41, 7]
 
 def load(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
     local = LocalModel(SourceKind.folder, "tiny", folder)
-    return load_decoder(local, load_spec(local), dtype, torch.device("cpu"), load_kernels("reference"), 64,
+    return load_decoder(local, load_spec(local), dtype, torch.device("cpu"), reference_kernels(), 64,
                         lambda done, total: None)
 
 
@@ -113,7 +113,8 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> Non
     save(model, tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     decoder = load(tmp_path)
-    assert decoder.weights.head is decoder.weights.embedding
+    hidden = torch.randn(3, decoder.spec.hidden_size, dtype=torch.float64)
+    assert torch.equal(decoder.weights.head(hidden), hidden @ decoder.weights.embedding.T)
     edit(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
     with pytest.raises(ModelFileError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         load(tmp_path)
@@ -150,7 +151,7 @@ def test_progress_counts_the_bytes_of_all_tensors(tmp_path: Path) -> None:
     local = LocalModel(SourceKind.folder, "tiny", save(tiny_model("llama").bfloat16(), tmp_path))
     spec = load_spec(local)
     calls: list[tuple[int, int]] = []
-    load_decoder(local, spec, torch.float32, torch.device("cpu"), load_kernels("reference"), 64,
+    load_decoder(local, spec, torch.float32, torch.device("cpu"), reference_kernels(), 64,
                  lambda done, total: calls.append((done, total)))
     total = 2 * spec.num_parameters
     assert calls[0] == (0, total) and calls[-1] == (total, total)

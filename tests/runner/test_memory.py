@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from servekit.config.errors import ConfigError
-from servekit.config.schema import Config, Device, MemoryConfig, ModelConfig, SchedulerConfig
+from servekit.config.schema import Config, Device, MemoryConfig, ModelConfig, Quantization, SchedulerConfig
 from servekit.model.loader import load_spec
 from servekit.model.local import LocalModel, SourceKind
+from servekit.model.spec import ModelSpec
 from servekit.runner.device import DeviceFacts, usable_cores
-from servekit.runner.memory import activation_bytes, plan_memory
+from servekit.runner.memory import MemoryPlan, activation_bytes, plan_memory, weights_bytes
 
 SPEC = load_spec(LocalModel(SourceKind.dummy, "llama", None, "llama-3-8b"))
 GPU = DeviceFacts(Device.cuda, "a GPU", cores=8, total_bytes=80 * 10**9, free_bytes=79 * 10**9)
@@ -24,51 +25,55 @@ def config(max_num_seqs: int = 128, max_model_len: int | None = None, **memory: 
                   scheduler=SchedulerConfig(max_num_seqs=max_num_seqs))
 
 
+def plan(config: Config, spec: ModelSpec, device: DeviceFacts, kv_dtype_bytes: int = 2) -> MemoryPlan:
+    return plan_memory(config, spec, device, Quantization.none, 2, kv_dtype_bytes)
+
+
 def test_the_parts_add_up_to_the_usable_share() -> None:
-    plan = plan_memory(config(), SPEC, GPU, 2, 2)
-    assert plan.usable_bytes == int(0.9 * GPU.total_bytes)
-    assert plan.weights_bytes == pytest.approx(16.06e9, rel=0.001)
-    assert plan.headroom_bytes == int(0.1 * plan.usable_bytes)
+    planned = plan(config(), SPEC, GPU)
+    assert planned.usable_bytes == int(0.9 * GPU.total_bytes)
+    assert planned.weights_bytes == pytest.approx(16.06e9, rel=0.001)
+    assert planned.headroom_bytes == int(0.1 * planned.usable_bytes)
     block_bytes = 16 * 131072
-    spent = plan.weights_bytes + plan.activation_bytes + plan.headroom_bytes + plan.kv_bytes
-    assert plan.kv_bytes == plan.num_kv_blocks * block_bytes
-    assert plan.usable_bytes - block_bytes < spent <= plan.usable_bytes
-    assert plan.notes == ("memory.memory_fraction: null -> 0.9",)
+    spent = planned.weights_bytes + planned.activation_bytes + planned.headroom_bytes + planned.kv_bytes
+    assert planned.kv_bytes == planned.num_kv_blocks * block_bytes
+    assert planned.usable_bytes - block_bytes < spent <= planned.usable_bytes
+    assert planned.notes == ("memory.memory_fraction: null -> 0.9",)
 
 
 def test_no_more_blocks_than_all_requests_can_fill() -> None:
-    plan = plan_memory(config(max_num_seqs=2, max_model_len=1000), SPEC, GPU, 2, 2)
-    assert plan.num_kv_blocks == 2 * 63
+    planned = plan(config(max_num_seqs=2, max_model_len=1000), SPEC, GPU)
+    assert planned.num_kv_blocks == 2 * 63
 
 
 def test_others_memory_is_not_counted_as_free() -> None:
     busy = dataclasses.replace(GPU, free_bytes=40 * 10**9)
-    assert plan_memory(config(), SPEC, busy, 2, 2).usable_bytes == 40 * 10**9
+    assert plan(config(), SPEC, busy).usable_bytes == 40 * 10**9
 
 
 def test_half_the_bytes_a_token_hold_twice_the_blocks() -> None:
-    wide, narrow = (plan_memory(config(memory_fraction=0.5), SPEC, GPU, 2, size).num_kv_blocks for size in (2, 1))
+    wide, narrow = (plan(config(memory_fraction=0.5), SPEC, GPU, kv_dtype_bytes=size).num_kv_blocks for size in (2, 1))
     assert narrow == pytest.approx(2 * wide, abs=1)
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_numbers() -> None:
     small = dataclasses.replace(GPU, total_bytes=16 * 10**9, free_bytes=16 * 10**9)
     with pytest.raises(ConfigError, match=r"16\.06 GB weights") as caught:
-        plan_memory(config(), SPEC, small, 2, 2)
+        plan(config(), SPEC, small)
     assert "holds 0 tokens" in str(caught.value) and "smaller model" in str(caught.value)
 
 
 def test_a_cache_below_the_wanted_length_is_refused_and_the_remedy_works() -> None:
     with pytest.raises(ConfigError, match=r"model\.max_model_len=4096.*holds 1600 tokens"):
-        plan_memory(config(max_model_len=4096, num_kv_blocks=100), SPEC, GPU, 2, 2)
-    assert plan_memory(config(max_model_len=1600, num_kv_blocks=100), SPEC, GPU, 2, 2).max_model_len == 1600
+        plan(config(max_model_len=4096, num_kv_blocks=100), SPEC, GPU)
+    assert plan(config(max_model_len=1600, num_kv_blocks=100), SPEC, GPU).max_model_len == 1600
 
 
 def test_the_remedy_for_too_many_blocks_works() -> None:
     with pytest.raises(ConfigError, match=r"at most memory\.num_kv_blocks=(\d+)") as caught:
-        plan_memory(config(num_kv_blocks=10**6), SPEC, GPU, 2, 2)
+        plan(config(num_kv_blocks=10**6), SPEC, GPU)
     most = int(caught.value.remedy.rsplit("=", 1)[1])
-    assert plan_memory(config(num_kv_blocks=most), SPEC, GPU, 2, 2).num_kv_blocks == most
+    assert plan(config(num_kv_blocks=most), SPEC, GPU).num_kv_blocks == most
 
 
 def test_larger_steps_need_more_room() -> None:
@@ -81,3 +86,13 @@ def test_the_control_groups_quota_limits_the_cores(tmp_path: Path, quota: str, e
     file.parent.mkdir(parents=True)
     file.write_text(quota)
     assert usable_cores(tmp_path) == (expected or usable_cores(Path("/nowhere")))
+
+
+def test_integers_take_fewer_bytes_and_a_tied_head_stands_beside_the_embedding() -> None:
+    full, int8, int4 = (weights_bytes(SPEC, kind, 2) for kind in
+                        (Quantization.none, Quantization.int8, Quantization.int4))
+    assert int4 < int8 < full == 2 * SPEC.num_parameters
+    head = SPEC.vocab_size * SPEC.hidden_size
+    assert int8 == pytest.approx(9 / 8 * (SPEC.num_matrix_parameters + head) + 2 * head, rel=0.001)
+    tied = dataclasses.replace(SPEC, tied_head=True)
+    assert weights_bytes(tied, Quantization.int8, 2) == int8

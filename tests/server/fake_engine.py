@@ -66,7 +66,8 @@ class FakeEngine:
         self.script: Callable[[RequestSpec], Script] = lambda _: Script()
         self.state = EngineState.ready
         self.is_healthy = True
-        self.facts = EngineFacts(MODEL, MAX_MODEL_LEN, VOCAB, 64, 16, "cpu", "float32", "reference", 1, 1000, 2000, 0.1)
+        self.facts = EngineFacts(MODEL, MAX_MODEL_LEN, VOCAB, 64, 16, "cpu", "float32", "none",
+                                 "float32", "reference", 1, 1000, 2000, 0.1)
         self.stats = EngineStats()
         self.submitted: list[RequestSpec] = []
         self.aborted: list[RequestId] = []

@@ -1,0 +1,91 @@
+"""The operations for processors: C++ behind torch operators, compiled when they are first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from servekit.kernels.attention import AttentionBatch
+from servekit.kernels.cpu.build import build_library
+from servekit.kernels.dispatch import Kernels
+from servekit.kernels.int4_linear import GROUP_SIZE, Int4Weight
+from servekit.kernels.int8_linear import Int8Weight
+
+_TILE = 8
+"""Output channels that the C++ code computes together."""
+_NO_WINDOW = 1 << 40
+
+
+def cpu_kernels(reference: Kernels, cache_dir: Path, on_compile: Callable[[], None]) -> Kernels:
+    """The reference kernels with every operation that has C++ code replaced by it.
+
+    Args:
+        reference: Where the other operations come from.
+        cache_dir: Where the compiled library is kept.
+        on_compile: Called before it is compiled, which takes some ten seconds.
+
+    Raises NoCompilerError or CompilationError. The C++ operations take float32 activations; the KV cache may be
+    float32 or bfloat16.
+    """
+    torch.ops.load_library(str(build_library(cache_dir, on_compile)))  # type: ignore[no-untyped-call]
+    ops = torch.ops.servekit_cpu
+    return replace(
+        reference,
+        name="cpu",
+        rms_norm=ops.rms_norm,
+        add_rms_norm=ops.add_rms_norm,
+        silu_and_mul=ops.silu_and_mul,
+        rope_and_cache=ops.rope_and_cache,
+        paged_attention=_paged_attention,
+        int8=_int8_product,
+        int4=_int4_product,
+        argmax=_argmax,
+        draw=_draw,
+    )
+
+
+def _paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, scale: float,
+                     window: int | None) -> Tensor:
+    attended: Tensor = torch.ops.servekit_cpu.paged_attention(
+        q, key_cache, value_cache, batch.query_start, batch.context_lens, batch.block_tables, scale,
+        window or _NO_WINDOW)
+    return attended
+
+
+def _int8_product(weight: Int8Weight) -> Callable[[Tensor], Tensor]:
+    """Activations are rounded to 14 bits, by row."""
+    rows, columns = weight.integers.shape
+    integers = F.pad(weight.integers, (0, 0, 0, -rows % _TILE))
+    packed = integers.view(-1, _TILE, columns // 2, 2).permute(0, 2, 1, 3).reshape(len(integers) // _TILE, -1)
+    scales = F.pad(weight.scales, (0, 0, 0, -rows % _TILE)).view(-1, _TILE, weight.scales.shape[1])
+    return partial(torch.ops.servekit_cpu.linear_int8, packed=packed.contiguous(),
+                   scales=scales.transpose(1, 2).contiguous(), n=rows)
+
+
+def _int4_product(weight: Int4Weight) -> Callable[[Tensor], Tensor]:
+    """Activations are rounded to 8 bits, by groups of 32."""
+    rows, columns = weight.integers.shape
+    padding, num_groups = (0, 0, 0, -rows % _TILE), columns // GROUP_SIZE
+    # Of a group's eight quads of columns, an even one and the odd one after it share their bytes.
+    quads = F.pad(weight.integers, padding).view(-1, _TILE, num_groups, 4, 2, 4)
+    integers = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 3, 1, 4).flatten(2)
+    scales, minima = (F.pad(values, padding).view(-1, _TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+                      for values in (weight.scales, weight.minima))
+    packed = torch.cat([integers, scales, minima], dim=-1)
+    return partial(torch.ops.servekit_cpu.linear_int4, packed=packed.contiguous(), n=rows)
+
+
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = torch.ops.servekit_cpu.argmax(logits.float().contiguous())
+    return values, indices
+
+
+def _draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+    tokens: Tensor = torch.ops.servekit_cpu.draw(logits.float().contiguous(), temperatures, keys)
+    return tokens

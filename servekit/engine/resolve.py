@@ -1,0 +1,92 @@
+"""What every `auto` and `null` comes to, given the model and the device. Nothing is written back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from servekit.config.errors import ConfigError, require
+from servekit.config.schema import Config, Device, DType, KernelSet, Quantization
+from servekit.model.spec import ModelSpec
+from servekit.runner.device import DeviceFacts
+
+_STORED_INTEGERS = {"Q8_0": Quantization.int8, "Q4_0": Quantization.int4, "Q4_1": Quantization.int4}
+"""Checkpoints whose matrices are integers that the kernels can multiply by as they are."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings of one engine that depend on its machine and its model."""
+
+    dtype: DType
+    kv_dtype: DType
+    quantization: Quantization
+    kernels: KernelSet
+    threads: int
+    notes: tuple[str, ...]
+    """`key: requested -> resolved (why)`, one line each."""
+
+
+def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: KernelSet = KernelSet.cpu) -> Resolved:
+    """Settle what was left open; `auto` kernels are at best the `available` ones.
+
+    Raises ConfigError for what does not go together.
+    """
+    notes = [f"engine.device: auto -> {device.kind.value}"] if config.engine.device is Device.auto else []
+    dtype = config.model.dtype
+    if dtype is DType.auto:
+        dtype = DType.float32 if device.kind is Device.cpu else DType.bfloat16
+        notes.append(f"model.dtype: auto -> {dtype.value}")
+    kernels = _kernels(config, device, dtype, available, notes)
+    quantization = _quantization(config, spec, kernels, notes)
+    kv_dtype = _kv_dtype(config, kernels, quantization, dtype, notes)
+    return Resolved(dtype, kv_dtype, quantization, kernels, _threads(config, device, notes), tuple(notes))
+
+
+def _kernels(config: Config, device: DeviceFacts, dtype: DType, available: KernelSet, notes: list[str]) -> KernelSet:
+    suits_cpu = device.kind is Device.cpu and dtype is DType.float32
+    if config.engine.kernels is KernelSet.auto:
+        kernels = available if suits_cpu else KernelSet.reference
+        notes.append(f"engine.kernels: auto -> {kernels.value}")
+        return kernels
+    require(suits_cpu or config.engine.kernels is not KernelSet.cpu, "engine.kernels", "cpu",
+            f"the C++ operations compute in float32 on a CPU, and this is {dtype.value} on {device.kind.value}",
+            "set engine.kernels=auto or model.dtype=float32")
+    return config.engine.kernels
+
+
+def _quantization(config: Config, spec: ModelSpec, kernels: KernelSet, notes: list[str]) -> Quantization:
+    wanted = config.model.quantization
+    if wanted is not Quantization.auto:
+        return wanted
+    stored = _STORED_INTEGERS.get(spec.checkpoint_dtype, Quantization.none)
+    quantization = stored if kernels is KernelSet.cpu else Quantization.none
+    if quantization is not Quantization.none:
+        notes.append(f"model.quantization: auto -> {quantization.value} (the file's own {spec.checkpoint_dtype} "
+                     "integers, not rounded again)")
+    return quantization
+
+
+def _kv_dtype(config: Config, kernels: KernelSet, quantization: Quantization, dtype: DType, notes: list[str]) -> DType:
+    wanted = config.memory.kv_dtype
+    if wanted is DType.auto:
+        beside_integers = kernels is KernelSet.cpu and quantization is not Quantization.none
+        kv_dtype = DType.bfloat16 if beside_integers else dtype
+        if kv_dtype is not dtype:
+            notes.append(f"memory.kv_dtype: auto -> {kv_dtype.value}")
+        return kv_dtype
+    allowed = (DType.float32, DType.bfloat16) if kernels is KernelSet.cpu else (dtype,)
+    if wanted not in allowed:
+        raise ConfigError("memory.kv_dtype", wanted.value,
+                          f"the {kernels.value} kernels keep the cache in {' or '.join(d.value for d in allowed)}",
+                          "set memory.kv_dtype=auto")
+    return wanted
+
+
+def _threads(config: Config, device: DeviceFacts, notes: list[str]) -> int:
+    threads = config.engine.threads
+    if threads is None:
+        notes.append(f"engine.threads: null -> {device.cores}")
+        return device.cores
+    require(threads <= device.cores, "engine.threads", threads, f"this process may use {device.cores} cores",
+            f"set engine.threads={device.cores} or less")
+    return threads
