@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from servekit import cli
 from servekit.config.compose import compose_bench, compose_serve
 from servekit.config.resolve import flatten
 
@@ -55,4 +54,4 @@ def test_settings_exist(document: Path) -> None:
     for code in code_of(document):
         for key in re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_0-9]+)+)(?=[=\s`,;]|$)", code):
             if key.split(".")[0] in heads and not key.endswith((".py", ".yaml", ".md")):
-                assert key in known | sections or hasattr(cli, key), f"{document.name}: {key}"
+                assert key in known | sections, f"{document.name}: {key}"
