@@ -29,10 +29,10 @@ def reference(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
 
 
 def _gumbel(keys: Tensor, vocab: int) -> Tensor:
-    """[S, vocab] float64 noise, from 24 random bits each."""
+    """[S, vocab] float64 noise, from 23 random bits each, so that float32 holds the uniform numbers exactly."""
     ids = torch.arange(vocab, device=keys.device)
     bits = _mix(_mix((ids + keys[:, :1]) & _MASK) ^ keys[:, 1:])
-    uniform = ((bits >> 8).double() + 0.5) * 2.0 ** -24
+    uniform = ((bits >> 9).double() + 0.5) * 2.0 ** -23
     return -(-uniform.log()).log()
 
 

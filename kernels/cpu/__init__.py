@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +21,13 @@ _TILE = 8
 _NO_WINDOW = 1 << 40
 
 
-def cpu_kernels(reference: Kernels, cache_dir: Path, on_compile: Callable[[], None]) -> Kernels:
+def cpu_kernels(reference: Kernels, cache_dir: Path, threads: int, on_compile: Callable[[], None]) -> Kernels:
     """The reference kernels with every operation that has C++ code replaced by it.
 
     Args:
         reference: Where the other operations come from.
         cache_dir: Where the compiled library is kept.
+        threads: Threads that the C++ operations of this process compute with.
         on_compile: Called before it is compiled, which takes some ten seconds.
 
     Raises NoCompilerError or CompilationError. The C++ operations take float32 activations; the KV cache may be
@@ -35,13 +35,14 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, on_compile: Callable[[], No
     """
     torch.ops.load_library(str(build_library(cache_dir, on_compile)))  # type: ignore[no-untyped-call]
     ops = torch.ops.servekit_cpu
+    ops.set_threads.default(threads)
     return replace(
         reference,
         name="cpu",
-        rms_norm=ops.rms_norm,
-        add_rms_norm=ops.add_rms_norm,
-        silu_and_mul=ops.silu_and_mul,
-        rope_and_cache=ops.rope_and_cache,
+        rms_norm=ops.rms_norm.default,
+        add_rms_norm=ops.add_rms_norm.default,
+        silu_and_mul=ops.silu_and_mul.default,
+        rope_and_cache=ops.rope_and_cache.default,
         paged_attention=_paged_attention,
         int8=_int8_product,
         int4=_int4_product,
@@ -52,7 +53,7 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, on_compile: Callable[[], No
 
 def _paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, scale: float,
                      window: int | None) -> Tensor:
-    attended: Tensor = torch.ops.servekit_cpu.paged_attention(
+    attended: Tensor = torch.ops.servekit_cpu.paged_attention.default(
         q, key_cache, value_cache, batch.query_start, batch.context_lens, batch.block_tables, scale,
         window or _NO_WINDOW)
     return attended
@@ -64,8 +65,9 @@ def _int8_product(weight: Int8Weight) -> Callable[[Tensor], Tensor]:
     integers = F.pad(weight.integers, (0, 0, 0, -rows % _TILE))
     packed = integers.view(-1, _TILE, columns // 2, 2).permute(0, 2, 1, 3).reshape(len(integers) // _TILE, -1)
     scales = F.pad(weight.scales, (0, 0, 0, -rows % _TILE)).view(-1, _TILE, weight.scales.shape[1])
-    return partial(torch.ops.servekit_cpu.linear_int8, packed=packed.contiguous(),
-                   scales=scales.transpose(1, 2).contiguous(), n=rows)
+    packed, scales = packed.contiguous(), scales.transpose(1, 2).contiguous()
+    product: Callable[..., Tensor] = torch.ops.servekit_cpu.linear_int8.default
+    return lambda x: product(x, packed, scales, rows)
 
 
 def _int4_product(weight: Int4Weight) -> Callable[[Tensor], Tensor]:
@@ -77,15 +79,16 @@ def _int4_product(weight: Int4Weight) -> Callable[[Tensor], Tensor]:
     integers = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 3, 1, 4).flatten(2)
     scales, minima = (F.pad(values, padding).view(-1, _TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
                       for values in (weight.scales, weight.minima))
-    packed = torch.cat([integers, scales, minima], dim=-1)
-    return partial(torch.ops.servekit_cpu.linear_int4, packed=packed.contiguous(), n=rows)
+    packed = torch.cat([integers, scales, minima], dim=-1).contiguous()
+    product: Callable[..., Tensor] = torch.ops.servekit_cpu.linear_int4.default
+    return lambda x: product(x, packed, rows)
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, indices = torch.ops.servekit_cpu.argmax(logits.float().contiguous())
+    values, indices = torch.ops.servekit_cpu.argmax.default(logits.float().contiguous())
     return values, indices
 
 
 def _draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
-    tokens: Tensor = torch.ops.servekit_cpu.draw(logits.float().contiguous(), temperatures, keys)
+    tokens: Tensor = torch.ops.servekit_cpu.draw.default(logits.float().contiguous(), temperatures, keys)
     return tokens

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -62,37 +63,68 @@ struct TileRows {
   }
 };
 
-// scores[r][j] = queries[r] . key j, for few rows: each key is read once from memory and then from the first cache.
-template <typename T>
-inline void score_few(const Cache<T>& cache, const TileRows<T>& tile, const float* queries, int rows, float* scores) {
+// scores[r][j] = queries[r] . key j for a few rows: each key is read, and widened to float, once for all of them.
+template <int Rows, typename T>
+inline void score_rows(const Cache<T>& cache, const TileRows<T>& tile, const float* queries, float* scores) {
   const int64_t dim = cache.head_dim, whole = dim / 8 * 8;
-  for (int j = 0; j < tile.count; ++j) {
-    const T* key = cache.keys + tile.rows[j];
-    for (int r = 0; r < rows; ++r) {
-      const float* query = queries + r * dim;
-      f32x8 a = splat(0.0f), b = a;
-      int64_t d = 0;
-      for (; d + 16 <= whole; d += 16) {
-        a += load8(query + d) * load8(key + d);
-        b += load8(query + d + 8) * load8(key + d + 8);
+  for (int first = 0; first < tile.count; first += 8) {
+    const int keys = std::min(8, tile.count - first);
+    f32x8 products[Rows][8];
+    for (int j = 0; j < keys; ++j) {
+      const T* key = cache.keys + tile.rows[first + j];
+      f32x8 sums[Rows];
+      for (int r = 0; r < Rows; ++r) sums[r] = splat(0.0f);
+      for (int64_t d = 0; d < whole; d += 8) {
+        f32x8 columns = load8(key + d);
+        for (int r = 0; r < Rows; ++r) sums[r] += load8(queries + r * dim + d) * columns;
       }
-      for (; d < whole; d += 8) a += load8(query + d) * load8(key + d);
-      float dot = sum8(a + b);
-      for (; d < dim; ++d) dot += query[d] * to_float(key[d]);
-      scores[r * kTile + j] = dot;
+      for (int64_t d = whole; d < dim; ++d)
+        for (int r = 0; r < Rows; ++r) sums[r][0] += queries[r * dim + d] * to_float(key[d]);
+      for (int r = 0; r < Rows; ++r) products[r][j] = sums[r];
     }
+    for (int j = keys; j < 8; ++j)
+      for (int r = 0; r < Rows; ++r) products[r][j] = splat(0.0f);
+    for (int r = 0; r < Rows; ++r) store8(scores + r * kTile + first, sums8(products[r]));
   }
+}
+
+// Runs f<Rows>(first row) for all rows, at most four at a time. How a row is computed does not depend on its company.
+template <typename F>
+inline void by_rows(int rows, F f) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, r);
+  if (rows - r == 3) f(std::integral_constant<int, 3>{}, r);
+  if (rows - r == 2) f(std::integral_constant<int, 2>{}, r);
+  if (rows - r == 1) f(std::integral_constant<int, 1>{}, r);
 }
 
 template <typename T>
 inline void load_keys_transposed(const Cache<T>& cache, const TileRows<T>& tile, float* keys) {
+  const int64_t dim = cache.head_dim, whole = dim / 8 * 8;
+  for (int first = 0; first < kTile; first += 8) {
+    const int count = std::max(0, std::min(8, tile.count - first));
+    for (int64_t d = 0; d < whole; d += 8) {
+      f32x8 block[8];
+      for (int j = 0; j < 8; ++j)
+        block[j] = j < count ? load8(cache.keys + tile.rows[first + j] + d) : splat(0.0f);
+      transpose8(block);
+      for (int i = 0; i < 8; ++i) store8(keys + (d + i) * kTile + first, block[i]);
+    }
+    for (int64_t d = whole; d < dim; ++d)
+      for (int j = 0; j < 8; ++j)
+        keys[d * kTile + first + j] = j < count ? to_float(cache.keys[tile.rows[first + j] + d]) : 0.0f;
+  }
+}
+
+template <typename T>
+inline void load_values(const Cache<T>& cache, const TileRows<T>& tile, float* values) {
   const int64_t dim = cache.head_dim;
   for (int j = 0; j < tile.count; ++j) {
-    const T* key = cache.keys + tile.rows[j];
-    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = to_float(key[d]);
+    const T* row = cache.values + tile.rows[j];
+    int64_t d = 0;
+    for (; d + 8 <= dim; d += 8) store8(values + j * dim + d, load8(row + d));
+    for (; d < dim; ++d) values[j * dim + d] = to_float(row[d]);
   }
-  for (int j = tile.count; j < kTile; ++j)
-    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = 0.0f;
 }
 
 // scores for many rows: Rows x 16 keys at a time in registers.
@@ -124,9 +156,13 @@ inline void score_many(const float* queries, const float* keys, int64_t dim, int
 }
 
 // Turns a row's scores into weights relative to the highest score so far; returns the factor for what came before.
-// Columns outside [from, count) get weight 0.
+// Columns outside [from, count) get weight 0; there may be none inside.
 inline float weigh(float* scores, int from, int count, float& peak, float& total) {
   const float lowest = -std::numeric_limits<float>::infinity();
+  if (count <= from) {
+    std::fill(scores, scores + kTile, 0.0f);
+    return 1.0f;
+  }
   for (int j = 0; j < from; ++j) scores[j] = lowest;
   for (int j = count; j < kTile; ++j) scores[j] = lowest;
   f32x8 high = load8(scores);
@@ -148,29 +184,39 @@ inline float weigh(float* scores, int from, int count, float& peak, float& total
   return factor;
 }
 
-// out[r] = out[r] * factor + sum over j of weights[r][j] * value j, `Chunks` times 8 columns in registers.
-template <int Chunks, typename Row>
-inline void mix_columns(float* out, const float* weights, float factor, int count, Row value) {
-  f32x8 sums[Chunks];
-  for (int c = 0; c < Chunks; ++c) sums[c] = load8(out + 8 * c) * factor;
+// out[r] = out[r] * factors[r] + sum over j of weights[r][j] * value j, for 8 * Chunks columns of Rows rows.
+template <int Rows, int Chunks, typename Row>
+inline void mix_columns(float* out, int64_t dim, const float* weights, const float* factors, int count, Row value) {
+  f32x8 sums[Rows][Chunks];
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < Chunks; ++c) sums[r][c] = load8(out + r * dim + 8 * c) * factors[r];
   for (int j = 0; j < count; ++j) {
-    f32x8 weight = splat(weights[j]);
     const auto* row = value(j);
-    for (int c = 0; c < Chunks; ++c) sums[c] += weight * load8(row + 8 * c);
+    f32x8 columns[Chunks];
+    for (int c = 0; c < Chunks; ++c) columns[c] = load8(row + 8 * c);
+    for (int r = 0; r < Rows; ++r) {
+      f32x8 weight = splat(weights[r * kTile + j]);
+      for (int c = 0; c < Chunks; ++c) sums[r][c] += weight * columns[c];
+    }
   }
-  for (int c = 0; c < Chunks; ++c) store8(out + 8 * c, sums[c]);
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < Chunks; ++c) store8(out + r * dim + 8 * c, sums[r][c]);
 }
 
-template <typename Row>
-inline void mix(float* out, const float* weights, float factor, int count, int64_t dim, Row value) {
+template <int Rows, typename Row>
+inline void mix(float* out, int64_t dim, const float* weights, const float* factors, int count, Row value) {
+  constexpr int kChunks = Rows <= 1 ? 8 : Rows <= 3 ? 4 : 2;  // What the registers hold.
   int64_t d = 0;
-  for (; d + 64 <= dim; d += 64) mix_columns<8>(out + d, weights, factor, count, [&](int j) { return value(j) + d; });
-  for (; d + 8 <= dim; d += 8) mix_columns<1>(out + d, weights, factor, count, [&](int j) { return value(j) + d; });
-  for (; d < dim; ++d) {
-    float sum = out[d] * factor;
-    for (int j = 0; j < count; ++j) sum += weights[j] * to_float(value(j)[d]);
-    out[d] = sum;
-  }
+  for (; d + 8 * kChunks <= dim; d += 8 * kChunks)
+    mix_columns<Rows, kChunks>(out + d, dim, weights, factors, count, [&](int j) { return value(j) + d; });
+  for (; d + 8 <= dim; d += 8)
+    mix_columns<Rows, 1>(out + d, dim, weights, factors, count, [&](int j) { return value(j) + d; });
+  for (; d < dim; ++d)
+    for (int r = 0; r < Rows; ++r) {
+      float sum = out[r * dim + d] * factors[r];
+      for (int j = 0; j < count; ++j) sum += weights[r * kTile + j] * to_float(value(j)[d]);
+      out[r * dim + d] = sum;
+    }
 }
 
 // Attends the rows to the positions [start, end) of one request and one key head.
@@ -192,25 +238,26 @@ void attend(const Cache<T>& cache, const int32_t* table, int64_t head, int64_t s
     if (many) {
       load_keys_transposed(cache, tile, scratch.keys.data());
       score_many(scratch.queries.data(), scratch.keys.data(), dim, rows, scores, tile.count);
-      for (int j = 0; j < tile.count; ++j) {
-        const T* row = cache.values + tile.rows[j];
-        for (int64_t d = 0; d < dim; ++d) scratch.values[j * dim + d] = to_float(row[d]);
-      }
+      load_values(cache, tile, scratch.values.data());
     } else {
-      score_few(cache, tile, scratch.queries.data(), rows, scores);
+      by_rows(rows, [&](auto n, int r) {
+        score_rows<n>(cache, tile, scratch.queries.data() + r * dim, scores + r * kTile);
+      });
     }
+    float factors[kMaxRows];
     for (int r = 0; r < rows; ++r) {
-      int64_t seen_from = std::max<int64_t>(0, positions[r] - window + 1 - first);
-      int64_t seen_to = std::min<int64_t>(tile.count, positions[r] + 1 - first);
-      if (seen_to <= seen_from) continue;
-      float factor = weigh(scores + r * kTile, int(seen_from), int(seen_to), partial.peak[r], partial.total[r]);
+      const int64_t seen_from = std::max<int64_t>(0, positions[r] - window + 1 - first);
+      const int64_t seen_to = std::min<int64_t>(tile.count, positions[r] + 1 - first);
+      factors[r] = weigh(scores + r * kTile, int(seen_from), int(seen_to), partial.peak[r], partial.total[r]);
+    }
+    by_rows(rows, [&](auto n, int r) {
       float* out = partial.out.data() + r * dim;
       const float* weights = scores + r * kTile;
       if (many)
-        mix(out, weights, factor, int(seen_to), dim, [&](int j) { return scratch.values.data() + j * dim; });
+        mix<n>(out, dim, weights, factors + r, tile.count, [&](int j) { return scratch.values.data() + j * dim; });
       else
-        mix(out, weights, factor, int(seen_to), dim, [&](int j) { return cache.values + tile.rows[j]; });
-    }
+        mix<n>(out, dim, weights, factors + r, tile.count, [&](int j) { return cache.values + tile.rows[j]; });
+    });
   }
 }
 

@@ -15,7 +15,7 @@ import torch
 _SOURCES = Path(__file__).parent
 _MAIN = "library.cpp"
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-fPIC", "-shared")
 
 
 class NoCompilerError(RuntimeError):

@@ -55,9 +55,7 @@ inline int64_t draw_row(const float* logits, int64_t vocab, double temperature, 
   int64_t best_index = 0;
   auto noise = [&](uint32_t id) {
     u32x8 hashed = mix(mix(steps + (id + first_key)) ^ second_key);
-    f32x8 uniform = (__builtin_convertvector((i32x8)(hashed >> 8), f32x8) + 0.5f) * 0x1p-24f;
-    // Rounded up to 1 it would have no logarithm's logarithm.
-    uniform = uniform < 0x1.fffffep-1f ? uniform : splat(0x1.fffffep-1f);
+    f32x8 uniform = (__builtin_convertvector((i32x8)(hashed >> 9), f32x8) + 0.5f) * 0x1p-23f;
     return -log8(-log8(uniform));
   };
   int64_t i = 0;

@@ -1,6 +1,5 @@
 // The CPU operations as torch operators. The arithmetic is in the headers; here are arguments, threads and tensors.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -11,6 +10,7 @@
 #include "attention.h"
 #include "draw.h"
 #include "elementwise.h"
+#include "pool.h"
 #include "quantized.h"
 
 namespace servekit {
@@ -62,7 +62,7 @@ void run_tasks(const std::vector<Task>& tasks, const Batch& batch, const Cache<T
   const int64_t dim = cache.head_dim, group = num_heads / cache.num_kv_heads;
   // Parts of one context are neighbours in `tasks`: those that share a slot are merged after all have run.
   std::vector<Partial> partials(tasks.size());
-  at::parallel_for(0, int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
     Scratch scratch;
     std::vector<int64_t> positions(kMaxRows);
     for (int64_t index = begin; index < end; ++index) {
@@ -80,7 +80,7 @@ void run_tasks(const std::vector<Task>& tasks, const Batch& batch, const Cache<T
              positions.data(), window, scratch, partials[index]);
     }
   });
-  at::parallel_for(0, int64_t(tasks.size()), 16, [&](int64_t begin, int64_t end) {
+  parallel_for(int64_t(tasks.size()), 16, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
       const Task& task = tasks[index];
       if (task.part != 0) continue;
@@ -123,7 +123,7 @@ void rope_rows(const float* q, int64_t q_stride, const float* k, int64_t k_strid
                int64_t num_heads, const Cache<T>& cache, float* q_out) {
   const int64_t dim = cache.head_dim;
   T *keys = const_cast<T*>(cache.keys), *values = const_cast<T*>(cache.values);
-  at::parallel_for(0, num_tokens, 32, [&](int64_t begin, int64_t end) {
+  parallel_for(num_tokens, 32, [&](int64_t begin, int64_t end) {
     std::vector<float> rotated(dim);
     for (int64_t t = begin; t < end; ++t) {
       const float* angles = cos_sin + positions[t] * dim;
@@ -175,7 +175,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const int64_t width = x.size(-1), count = x.numel() / width;
   const float *source = rows.const_data_ptr<float>(), *gain = weight.const_data_ptr<float>();
   float* target = out.mutable_data_ptr<float>();
-  at::parallel_for(0, count, std::max<int64_t>(1, 16384 / width), [&](int64_t begin, int64_t end) {
+  parallel_for(count, std::max<int64_t>(1, 16384 / width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) normalize(source + i * width, gain, width, float(eps), target + i * width);
   });
   return out;
@@ -188,7 +188,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   const float *a = x.const_data_ptr<float>(), *b = residual.const_data_ptr<float>();
   const float* gain = weight.const_data_ptr<float>();
   float *target = out.mutable_data_ptr<float>(), *sum = total.mutable_data_ptr<float>();
-  at::parallel_for(0, count, std::max<int64_t>(1, 16384 / width), [&](int64_t begin, int64_t end) {
+  parallel_for(count, std::max<int64_t>(1, 16384 / width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = 0; j < width; ++j) sum[i * width + j] = a[i * width + j] + b[i * width + j];
       normalize(sum + i * width, gain, width, float(eps), target + i * width);
@@ -205,7 +205,7 @@ Tensor silu_and_mul(const Tensor& gate_up) {
   Tensor out = at::empty(sizes, gate_up.options());
   const float* source = gate_up.const_data_ptr<float>();
   float* target = out.mutable_data_ptr<float>();
-  at::parallel_for(0, count, std::max<int64_t>(1, 8192 / width), [&](int64_t begin, int64_t end) {
+  parallel_for(count, std::max<int64_t>(1, 8192 / width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       gate(source + 2 * i * width, source + (2 * i + 1) * width, width, target + i * width);
   });
@@ -218,7 +218,7 @@ Tensor silu_and_mul(const Tensor& gate_up) {
 // walks through the rows in blocks whose activations stay in its cache.
 template <typename Product>
 void over_rows_and_tiles(int64_t rows, int64_t tiles, Product product) {
-  at::parallel_for(0, (tiles + 1) / 2, 1, [&](int64_t begin, int64_t end) {
+  parallel_for((tiles + 1) / 2, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = 0; block < rows; block += kBlockOfRows) {
       const int64_t block_end = std::min(rows, block + kBlockOfRows);
       for (int64_t tile = 2 * begin; tile < std::min(2 * end, tiles); tile += 2) product(block, block_end, tile);
@@ -226,9 +226,20 @@ void over_rows_and_tiles(int64_t rows, int64_t tiles, Product product) {
   });
 }
 
+// The products write whole tiles: an output of `n` columns is made in a wider one, of which the rest is dropped.
+Tensor empty_tiles(const Tensor& x, int64_t tiles) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = tiles * kChannels;
+  return at::empty(sizes, x.options());
+}
+
+Tensor first_columns(const Tensor& out, int64_t n) {
+  return out.size(-1) == n ? out : out.narrow(-1, 0, n).contiguous();
+}
+
 template <typename F>
 void over_rows(int64_t rows, F f) {
-  at::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(rows, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) f(i);
   });
 }
@@ -237,9 +248,8 @@ Tensor linear_int4(const Tensor& x, const Tensor& packed, int64_t n) {
   const Tensor input = x.contiguous();
   TORCH_CHECK(is_floats(input) && packed.is_contiguous(), "linear_int4: layout");
   const int64_t k = x.size(-1), rows = x.numel() / k, groups = k / kGroup, tiles = packed.size(0);
-  auto sizes = x.sizes().vec();
-  sizes.back() = n;
-  Tensor out = at::empty(sizes, x.options());
+  Tensor out = empty_tiles(x, tiles);
+  const int64_t stride = tiles * kChannels;
   std::vector<int8_t> q(rows * k);
   std::vector<float> scale(rows * groups), sum(rows * groups);
   const float* source = input.const_data_ptr<float>();
@@ -253,23 +263,22 @@ Tensor linear_int4(const Tensor& x, const Tensor& packed, int64_t n) {
     const Group4* own = weights + tile * groups;
     float* target = y + tile * kChannels;
     if (tile + 2 <= tiles) {
-      for (; row + 4 <= end; row += 4) product4<4, 2>(activations, row, own, groups, target, n);
-      for (; row + 2 <= end; row += 2) product4<2, 2>(activations, row, own, groups, target, n);
-      for (; row < end; ++row) product4<1, 2>(activations, row, own, groups, target, n);
+      for (; row + 4 <= end; row += 4) product4<4, 2>(activations, row, own, groups, target, stride);
+      for (; row + 2 <= end; row += 2) product4<2, 2>(activations, row, own, groups, target, stride);
+      for (; row < end; ++row) product4<1, 2>(activations, row, own, groups, target, stride);
     } else {
-      for (; row < end; ++row) product4<1, 1>(activations, row, own, groups, target, n);
+      for (; row < end; ++row) product4<1, 1>(activations, row, own, groups, target, stride);
     }
   });
-  return out;
+  return first_columns(out, n);
 }
 
 Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, int64_t n) {
   const Tensor input = x.contiguous();
   TORCH_CHECK(is_floats(input) && packed.is_contiguous() && is_floats(scales), "linear_int8: layout");
   const int64_t k = x.size(-1), rows = x.numel() / k, tiles = packed.size(0), group = k / scales.size(1);
-  auto sizes = x.sizes().vec();
-  sizes.back() = n;
-  Tensor out = at::empty(sizes, x.options());
+  Tensor out = empty_tiles(x, tiles);
+  const int64_t stride = tiles * kChannels;
   std::vector<int16_t> q(rows * k);
   std::vector<float> scale(rows);
   const float* source = input.const_data_ptr<float>();
@@ -284,14 +293,14 @@ Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, 
     const float* own_scales = weight_scales + tile * (k / group) * kChannels;
     float* target = y + tile * kChannels;
     if (tile + 2 <= tiles) {
-      for (; row + 4 <= end; row += 4) product8<4, 2>(activations, row, own, own_scales, group, target, n);
-      for (; row + 2 <= end; row += 2) product8<2, 2>(activations, row, own, own_scales, group, target, n);
-      for (; row < end; ++row) product8<1, 2>(activations, row, own, own_scales, group, target, n);
+      for (; row + 4 <= end; row += 4) product8<4, 2>(activations, row, own, own_scales, group, target, stride);
+      for (; row + 2 <= end; row += 2) product8<2, 2>(activations, row, own, own_scales, group, target, stride);
+      for (; row < end; ++row) product8<1, 2>(activations, row, own, own_scales, group, target, stride);
     } else {
-      for (; row < end; ++row) product8<1, 1>(activations, row, own, own_scales, group, target, n);
+      for (; row < end; ++row) product8<1, 1>(activations, row, own, own_scales, group, target, stride);
     }
   });
-  return out;
+  return first_columns(out, n);
 }
 
 // --- Sampling -------------------------------------------------------------------------------------------------------
@@ -303,7 +312,7 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
   const float* source = logits.const_data_ptr<float>();
   float* value = values.mutable_data_ptr<float>();
   int64_t* index = indices.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) largest(source + i * vocab, vocab, value + i, index + i);
   });
   return {values, indices};
@@ -317,11 +326,16 @@ Tensor draw(const Tensor& logits, const Tensor& temperatures, const Tensor& keys
   const double* temperature = temperatures.const_data_ptr<double>();
   const int64_t* key = keys.const_data_ptr<int64_t>();
   int64_t* token = tokens.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       token[i] = draw_row(source + i * vocab, vocab, temperature[i], uint32_t(key[2 * i]), uint32_t(key[2 * i + 1]));
   });
   return tokens;
+}
+
+void set_threads(int64_t count) {
+  TORCH_CHECK(count >= 1, "set_threads: at least one thread computes");
+  if (pool()->num_threads() != count) pool() = std::make_unique<Pool>(int(count));
 }
 
 }  // namespace
@@ -340,6 +354,7 @@ TORCH_LIBRARY(servekit_cpu, m) {
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
         &servekit::add_rms_norm);
   m.def("silu_and_mul(Tensor gate_up) -> Tensor", &servekit::silu_and_mul);
+  m.def("set_threads(int count) -> ()", &servekit::set_threads);
   m.def("argmax(Tensor logits) -> (Tensor, Tensor)", &servekit::argmax);
   m.def("draw(Tensor logits, Tensor temperatures, Tensor keys) -> Tensor", &servekit::draw);
   m.def("linear_int4(Tensor x, Tensor packed, int n) -> Tensor", &servekit::linear_int4);

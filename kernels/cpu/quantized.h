@@ -22,33 +22,52 @@ constexpr int64_t kGroup = 32;    // Weights that share a scale in the four-bit 
 constexpr int64_t kChannels = 8;  // Output channels of one tile.
 
 // --- Activations ----------------------------------------------------------------------------------------------------
+// No integer stands for NaN or infinity: the scale becomes NaN then, and so does the row's result.
 
 // One row as eight-bit integers with a scale for each group, for the four-bit weights.
 inline void quantize_groups(const float* x, int64_t k, int8_t* q, float* scale, float* sum) {
+  typedef int8_t i8x8 __attribute__((vector_size(8)));
   for (int64_t g = 0; g < k / kGroup; ++g) {
-    const float* group = x + g * kGroup;
-    float largest = 0.0f;
-    for (int i = 0; i < kGroup; ++i) largest = std::max(largest, std::fabs(group[i]));
-    float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    int32_t total = 0;
-    int32_t values[kGroup];
-    for (int i = 0; i < kGroup; ++i) values[i] = int32_t(std::nearbyint(group[i] * inverse));
-    for (int i = 0; i < kGroup; ++i) {
-      q[g * kGroup + i] = int8_t(values[i]);
-      total += values[i];
+    f32x8 group[4], largest = splat(0.0f), spoilt = largest;
+    for (int i = 0; i < 4; ++i) {
+      group[i] = load8(x + g * kGroup + 8 * i);
+      largest = max(largest, abs8(group[i]));
+      spoilt += group[i] * 0.0f;
     }
-    scale[g] = largest / 127.0f;
-    sum[g] = scale[g] * float(total);
+    const float most = max8(largest), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    i32x8 total = {};
+    for (int i = 0; i < 4; ++i) {
+      const i32x8 integers = round8(group[i] * inverse);
+      const i8x8 narrow = __builtin_convertvector(integers, i8x8);
+      std::memcpy(q + g * kGroup + 8 * i, &narrow, 8);
+      total += integers;
+    }
+    scale[g] = most / 127.0f + sum8(spoilt);
+    sum[g] = scale[g] * sum8(__builtin_convertvector(total, f32x8));
   }
 }
 
 // One row as 16-bit integers with one scale, for the eight-bit weights. `most` keeps the integer sums below 2^31.
 inline void quantize_row(const float* x, int64_t k, float most, int16_t* q, float* scale) {
-  float largest = 0.0f;
-  for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(x[i]));
-  float inverse = largest > 0.0f ? most / largest : 0.0f;
-  for (int64_t i = 0; i < k; ++i) q[i] = int16_t(int32_t(std::nearbyint(x[i] * inverse)));
-  *scale = largest / most;
+  typedef int16_t i16x8 __attribute__((vector_size(16)));
+  f32x8 peaks = splat(0.0f), zeros = peaks;
+  int64_t i = 0;
+  for (; i + 8 <= k; i += 8) {
+    peaks = max(peaks, abs8(load8(x + i)));
+    zeros += load8(x + i) * 0.0f;
+  }
+  float largest = max8(peaks), spoilt = sum8(zeros);
+  for (; i < k; ++i) {
+    largest = std::max(largest, std::fabs(x[i]));
+    spoilt += x[i] * 0.0f;
+  }
+  const float inverse = largest > 0.0f ? most / largest : 0.0f;
+  for (i = 0; i + 8 <= k; i += 8) {
+    const i16x8 narrow = __builtin_convertvector(round8(load8(x + i) * inverse), i16x8);
+    std::memcpy(q + i, &narrow, 16);
+  }
+  for (; i < k; ++i) q[i] = int16_t(int32_t(std::nearbyint(x[i] * inverse)));
+  *scale = largest / most + spoilt;
 }
 
 // --- Four bits ------------------------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ class AdmissionConfig:
     kind: Admission = Admission.on_demand
     """Which component this is."""
     max_queue_requests: int | None = 512
-    """Requests that may wait; more are refused with 503. null: no limit."""
+    """Requests that may wait beyond those that a free slot awaits; more are refused with 503. null: no limit."""
     max_queue_tokens: int | None = None
     """Prompt tokens that may wait; more are refused with 503. null: no limit."""
     queue_timeout_s: float | None = 60.0

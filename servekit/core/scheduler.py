@@ -190,10 +190,11 @@ class Scheduler:
                 return FinishReason.too_long, (
                     f"the prompt has {len(spec.prompt_token_ids)} tokens and the model's length is "
                     f"{self._max_model_len}, prompt and output together; shorten the prompt")
-        if limits.max_requests is not None and len(self._waiting) + len(specs) > limits.max_requests:
+        slots = max(0, self._parts.batching.free_slots(len(self._running)))
+        if limits.max_requests is not None and len(self._waiting) + len(specs) > limits.max_requests + slots:
             return FinishReason.queue_full, (
-                f"{len(self._waiting)} requests wait and the limit is "
-                f"scheduler.admission.max_queue_requests={limits.max_requests}; try again later")
+                f"{len(self._waiting)} requests wait, {slots} more could start, this adds {len(specs)}, and the limit "
+                f"is scheduler.admission.max_queue_requests={limits.max_requests}; try again later")
         num_tokens = sum(len(spec.prompt_token_ids) for spec in specs)
         if limits.max_tokens is not None and self._num_waiting_tokens + num_tokens > limits.max_tokens:
             return FinishReason.queue_full, (

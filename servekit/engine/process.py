@@ -36,8 +36,8 @@ from servekit.engine.messages import (
 from servekit.engine.wire import StartOrder, to_engine_decoder
 from servekit.model.local import ModelFileError
 
-_HEARTBEAT_S = 1.0
-"""An idle engine shows that it lives this often."""
+_HEARTBEATS = 4
+"""An idle engine shows that it lives so many times within engine.heartbeat_timeout_s, but at most once a second."""
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,9 @@ log = logging.getLogger(__name__)
 class EngineProcess:
     """One engine and its end of the wire."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], heartbeat_timeout_s: float) -> None:
         self._socket = socket
+        self._heartbeat_s = min(1.0, heartbeat_timeout_s / _HEARTBEATS)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = to_engine_decoder().decode
         self._is_shutting_down = False
@@ -58,7 +59,7 @@ class EngineProcess:
         """Alternate between inbox and steps until told to shut down."""
         while not self._is_shutting_down:
             was_working = engine.has_work
-            self._take_inbox(engine, wait_s=0.0 if was_working else _HEARTBEAT_S)
+            self._take_inbox(engine, wait_s=0.0 if was_working else self._heartbeat_s)
             output = engine.step() if engine.has_work else StepOutput((), engine.stats())
             self.send(output)
             if was_working and not engine.has_work:
@@ -99,7 +100,7 @@ def main() -> int:
     socket.set_hwm(0)
     socket.connect(order.address)
     try:
-        return _run(EngineProcess(socket), order)
+        return _run(EngineProcess(socket, order.config.engine.heartbeat_timeout_s), order)
     finally:
         context.destroy(linger=2000)
 

@@ -32,6 +32,7 @@ from servekit.engine.messages import (
     Shutdown,
     StartFailed,
     StepOutput,
+    StepRecord,
     ToEngine,
 )
 from servekit.engine.streams import EventStream, StreamTable
@@ -227,17 +228,21 @@ class ProcessClient:
     def _handle(self, frame: bytes) -> None:
         match self._decode(frame):
             case StepOutput(events, stats, step):
-                self._stats = stats
                 self._streams.deliver(events)
-                for observer in self._observers:
-                    observer(stats, step)
+                self._publish(stats, step)
             case PrefixCacheReset(num_blocks):
                 answer = self._resets.popleft()
                 if not answer.cancelled():
                     answer.set_result(num_blocks)
 
+    def _publish(self, stats: EngineStats, step: StepRecord | None) -> None:
+        self._stats = stats
+        for observer in self._observers:
+            observer(stats, step)
+
     def _fail_in_flight(self, cause: str) -> None:
         self._streams.end_all(FinishReason.error, f"{cause}; the request was lost, send it again")
+        self._publish(EngineStats(), None)
         while self._resets:
             self._resets.popleft().set_exception(EngineUnavailable(cause))
 

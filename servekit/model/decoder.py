@@ -110,7 +110,7 @@ class Decoder:
                    window: int | None) -> Tensor:
         key_cache, value_cache = kv
         heads = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
-        q, k, v = torch.split(heads, self._head_counts, dim=1)
+        q, k, v = heads.split_with_sizes(self._head_counts, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._kernels.rms_norm(q, layer.q_norm, self.spec.rms_eps)
             k = self._kernels.rms_norm(k, layer.k_norm, self.spec.rms_eps)

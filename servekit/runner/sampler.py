@@ -38,9 +38,9 @@ def sample(logits: Tensor, requests: Sequence[Request], kernels: Kernels) -> lis
     """
     best, greedy = kernels.argmax(logits)
     is_sound = torch.isfinite(best).tolist()
-    tokens: list[int] = greedy.tolist()
-    drawn = [row for row, request in enumerate(requests) if is_sound[row] and not _is_plain_greedy(request)]
-    for row, token in zip(drawn, _choose(logits, drawn, requests, kernels), strict=True):
+    tokens: list[int | None] = greedy.tolist()
+    others = [row for row, request in enumerate(requests) if is_sound[row] and not _is_plain_greedy(request)]
+    for row, token in zip(others, _choose(logits, others, requests, kernels), strict=True):
         tokens[row] = token
     return [_answer(logits[row], request, tokens[row]) if is_sound[row] else _unsound(request)
             for row, request in enumerate(requests)]
@@ -86,20 +86,25 @@ def _unsound(request: Request) -> str:
             "the weights or the number format (model.dtype) do not fit this input")
 
 
-def _answer(logits: Tensor, request: Request, token: int) -> Sampled:
+def _answer(logits: Tensor, request: Request, token: int | None) -> Sampled | str:
+    if token is None:
+        return (f"no token may come at position {request.num_tokens}: allowed_token_ids, logit_bias and the stop tokens "
+                "that min_tokens bans exclude all of them")
     if request.sampling.logprobs is None:
         return Sampled(token)
     return Sampled(token, score(logits.unsqueeze(0), [token], request.sampling.logprobs)[0])
 
 
-def _choose(logits: Tensor, rows: list[int], requests: Sequence[Request], kernels: Kernels) -> list[int]:
-    """Tokens of the rows that are not simply the largest logit."""
+def _choose(logits: Tensor, rows: list[int], requests: Sequence[Request], kernels: Kernels) -> list[int | None]:
+    """Tokens of the rows that are not simply the largest logit; None where nothing is left to choose."""
     if not rows:
         return []
     chosen = [requests[row] for row in rows]
     adjusted = torch.stack([_adjust(logits[row], request) for row, request in zip(rows, chosen, strict=True)])
-    tokens: list[int] = kernels.argmax(adjusted)[1].tolist()
-    random = [i for i, request in enumerate(chosen) if request.sampling.temperature > 0]
+    best, greedy = kernels.argmax(adjusted)
+    tokens: list[int | None] = [token if is_left else None for token, is_left in
+                                zip(greedy.tolist(), torch.isfinite(best).tolist(), strict=True)]
+    random = [i for i, request in enumerate(chosen) if request.sampling.temperature > 0 and tokens[i] is not None]
     if random:
         drawn = _draw(adjusted[random], [chosen[i] for i in random], kernels)
         for i, token in zip(random, drawn, strict=True):

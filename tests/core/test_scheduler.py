@@ -110,15 +110,27 @@ def test_every_length_up_to_the_pool_is_served_or_refused(length: int) -> None:
 
 
 def test_the_queue_is_bounded_in_requests_and_a_group_counts_as_one_decision() -> None:
-    h = Harness(make_scheduler(admission=OnDemandAdmissionConfig(max_queue_requests=3)))
+    h = Harness(make_scheduler(max_num_seqs=1, admission=OnDemandAdmissionConfig(max_queue_requests=2)))
     h.add(make_spec("a", 4), make_spec("b", 4))
     h.add(make_spec("c", 4), make_spec("d", 4))
     assert h.finish("c") == "queue_full" and h.finish("d") == "queue_full"
     h.add(make_spec("e", 4))
     assert h.finish("e") is None
     assert h.scheduler.stats.refused["queue_full"] == 2
+    h.step()
+    h.add(make_spec("f", 4))
+    assert h.finish("f") == "queue_full", "the slot is taken and two wait"
     h.drain()
     assert [h.finish(name) for name in "abe"] == ["length"] * 3
+
+
+def test_an_idle_engine_takes_as_many_as_it_can_run_and_queue() -> None:
+    h = Harness(make_scheduler(max_num_seqs=4, admission=OnDemandAdmissionConfig(max_queue_requests=8)))
+    h.add(*(make_spec(str(i), 4) for i in range(13)))
+    assert h.finish("0") == "queue_full" and "this adds 13" in h.heard["0"][0].message
+    h.add(*(make_spec(f"again{i}", 4) for i in range(12)))
+    h.drain()
+    assert all(h.finish(f"again{i}") == "length" for i in range(12))
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:

@@ -72,15 +72,15 @@ def test_only_the_request_with_the_bad_token_fails(monkeypatch: pytest.MonkeyPat
 
 
 def test_refusals_and_aborts_are_events_of_the_next_step() -> None:
-    engine = make_engine(max_queue_requests=1)
-    first, second = spec([1], 50), spec([2], 50)
-    engine.add([first])
+    engine = make_engine(max_num_seqs=1, max_queue_requests=1)
+    first, waiting, second = spec([1], 50), spec([3], 50), spec([2], 50)
+    engine.add([first, waiting])
     engine.add([second])
     events = {event.request_id: event for event in engine.step().events}
     assert events[second.request_id].finish is FinishReason.queue_full
-    engine.abort([first.request_id])
-    (event,) = engine.step().events
-    assert event.finish is FinishReason.abort and not engine.has_work
+    engine.abort([first.request_id, waiting.request_id])
+    assert [event.finish for event in engine.step().events] == [FinishReason.abort] * 2
+    assert not engine.has_work
 
 
 def test_counters_add_up() -> None:

@@ -160,6 +160,16 @@ def test_bad_logits_fail_their_row_only(bad: float) -> None:
     assert isinstance(third, str)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [{"allowed_token_ids": (1,), "stop_token_ids": (1,)},
+                                     {"stop_token_ids": tuple(range(6))}], ids=str)
+def test_a_row_with_no_token_left_fails_and_says_so(temperature: float, options: dict[str, Any]) -> None:
+    logits = torch.tensor([LOGITS, LOGITS])
+    first, second = sample(logits, [make_request(temperature=temperature, min_tokens=2, **options), make_request()])
+    assert isinstance(first, str) and "min_tokens" in first
+    assert isinstance(second, Sampled)
+
+
 def test_logprobs_are_those_of_the_model_whatever_is_sampled() -> None:
     request = make_request(temperature=0.5, top_k=1, logit_bias={2: 100.0}, logprobs=2)
     (answer,) = sample(torch.tensor([LOGITS]).double(), [request])
