@@ -52,21 +52,28 @@ class Tokenizer:
         """One more than the largest token id; the model's embedding may have more rows."""
         self.adds_bos = self.bos is not None and backend.encode("").ids[:1] == [self.bos.id]
         """Whether `encode` puts BOS before the text when asked to add special tokens."""
+        self._density = _density(backend, self._piece_bytes)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`.
 
         The text of a special token inside `text` becomes that token, as in transformers and vLLM: chat templates
         rely on it. A text that begins with BOS (a rendered chat template) does not get another one.
-        Raises ValueError for a lone surrogate, which has no UTF-8 form.
+        Other threads run meanwhile. Raises ValueError for a lone surrogate, which has no UTF-8 form.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` would hold the interpreter's lock; a batch of one gives it back.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise ValueError("the text has a lone surrogate, which is not valid Unicode") from error
+        ids: list[int] = encoding.ids
         if add_special_tokens and self.adds_bos and self.bos and ids[:2] == [self.bos.id] * 2:
             return ids[1:]
         return ids
+
+    def min_tokens(self, text: str) -> int:
+        """A number of tokens that `text` surely has, known without encoding it; 0 where nothing is known."""
+        return 0 if self._density is None else self._density.min_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids` taken by themselves; invalid UTF-8 becomes U+FFFD, ids that are no tokens become nothing."""
@@ -259,8 +266,11 @@ def _piece_bytes(decoder: decoders.Decoder | None) -> Callable[[str], bytes]:
                          "byte-level BPE and SentencePiece are: set model.tokenizer to such a tokenizer.json")
 
 
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+def _steps(component: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a normalizer, a pre-tokenizer or a decoder, which may be a sequence."""
+    if component["type"] != "Sequence":
+        return [component]
+    return next(steps for name, steps in component.items() if name != "type")
 
 
 def _is_sentencepiece(step: dict[str, Any]) -> bool:
@@ -274,4 +284,52 @@ def _is_sentencepiece(step: dict[str, Any]) -> bool:
             return True
         case {"type": "ByteFallback" | "Fuse"}:
             return True
+    return False
+
+
+_MOST_SHRINKAGE = 3
+"""Bytes of a text that a normalizer below makes one byte of: canonical composition (NFC) of three, as of U+212A to
+K, and SentencePiece reads ▁, which takes three, like a space."""
+
+
+@dataclass(frozen=True)
+class _Density:
+    """How much text a token can stand for."""
+
+    max_token_bytes: int
+    lost_bytes: bytes
+    """Bytes that have no token, and so are dropped from a text."""
+
+    def min_tokens(self, text: str) -> int:
+        num_bytes = len(text.encode().translate(None, delete=self.lost_bytes))
+        return -(-num_bytes // self.max_token_bytes)
+
+
+def _density(backend: tokenizers.Tokenizer, piece_bytes: Callable[[str], bytes]) -> _Density | None:
+    """The density of a tokenizer; None if a token may stand for any amount of text.
+
+    That is so where parts of a text are dropped, or where unknown characters share a token.
+    """
+    changes = [step for component in (backend.normalizer, backend.pre_tokenizer) if component is not None
+               for step in _steps(json.loads(component.__getstate__()))]
+    takes_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    if takes_spaces or not all(map(_keeps_text, changes)):
+        return None
+    tokens = {piece_bytes(piece) for piece in backend.get_vocab()}
+    lost_bytes = bytes([byte for byte in range(256) if bytes([byte]) not in tokens])
+    is_exact = backend.normalizer is None and piece_bytes is _byte_level_bytes
+    if lost_bytes and not is_exact:
+        return None
+    return _Density(max(map(len, tokens), default=1) * (1 if is_exact else _MOST_SHRINKAGE), lost_bytes)
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """Whether a normalizer or a pre-tokenizer drops no part of a text."""
+    match step:
+        case {"type": "NFC" | "Prepend" | "ByteLevel" | "Digits" | "Metaspace"}:
+            return True
+        case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+            return True
+        case {"type": "Split", "behavior": behavior}:
+            return bool(behavior != "Removed")
     return False

@@ -88,8 +88,8 @@ def _unsound(request: Request) -> str:
 
 def _answer(logits: Tensor, request: Request, token: int | None) -> Sampled | str:
     if token is None:
-        return (f"no token may come at position {request.num_tokens}: allowed_token_ids, logit_bias and the stop tokens "
-                "that min_tokens bans exclude all of them")
+        return (f"no token may come at position {request.num_tokens}: allowed_token_ids, logit_bias and the stop "
+                "tokens that min_tokens bans exclude all of them")
     if request.sampling.logprobs is None:
         return Sampled(token)
     return Sampled(token, score(logits.unsqueeze(0), [token], request.sampling.logprobs)[0])

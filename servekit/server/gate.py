@@ -10,6 +10,7 @@ import uuid
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servekit.server.errors import ApiError, ErrorCode
@@ -44,6 +45,8 @@ class Gate:
                 await self._app(scope, receive, exchange.send)
         except ApiError as error:
             await error.response()(scope, receive, exchange.send)
+        except ClientDisconnect:
+            pass  # it left before its request was complete; there is nobody to answer
         except Exception:
             log.exception("unexpected error in %s %s (request %s)", scope["method"], scope["path"],
                           exchange.request_id)

@@ -102,7 +102,9 @@ class Intake:
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise ApiError(ErrorCode.unsupported_parameter, f"best_of={body.best_of}: only best_of equal to n is "
                            "implemented; leave it out", "best_of")
-        prompts = [self._prompt(given, body) for given in self._given_prompts(body.prompt)]
+        given_prompts = self._given_prompts(body.prompt)
+        self._check_choices(len(given_prompts), body)
+        prompts = [self._prompt(given, body) for given in given_prompts]
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if max_tokens == 0 and not body.echo:
             raise ApiError(ErrorCode.invalid_value, "max_tokens=0: asks for nothing unless echo is true; set it to 1 "
@@ -113,6 +115,7 @@ class Intake:
     def chat(self, body: ChatBody, ticket: Ticket) -> Job:
         """A job for POST /v1/chat/completions."""
         self._check(body)
+        self._check_choices(1, body)
         if body.max_tokens == 0:
             raise ApiError(ErrorCode.invalid_value, "max_tokens=0: must be at least 1; leave it out for what the "
                            "context has left", "max_tokens")
@@ -125,7 +128,7 @@ class Intake:
         logprobs = self._logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
         text = self.render(body.messages, body.chat_template_kwargs, body.add_generation_prompt,
                            body.continue_final_message)
-        prompt = self._truncated(self.encode(text, bool(body.add_special_tokens)), text, body)
+        prompt = self._encoded(text, bool(body.add_special_tokens), body)
         max_tokens = _first(body.max_completion_tokens, body.max_tokens, self._model.max_model_len)
         return self._job(body, [prompt], max_tokens, logprobs, False, ticket)
 
@@ -188,19 +191,22 @@ class Intake:
         if not given or (ids and texts_or_lists):
             raise ApiError(ErrorCode.invalid_prompt, f"prompt={show_value(given)}: must be a text, token ids, or a "
                            "list of either that is not empty", "prompt")
-        limit = self._config.server.max_choices
-        if len(texts_or_lists) > limit:
-            raise ApiError(ErrorCode.invalid_value, f"prompt: {len(given)} prompts are more than "
-                           f"server.max_choices={limit}; send them in several requests", "prompt")
         return [ids] if ids else texts_or_lists
 
     def _prompt(self, given: str | list[int], body: CompletionBody) -> Prompt:
         """One prompt of a completion."""
         if isinstance(given, str):
-            return self._truncated(self.encode(given, body.add_special_tokens is not False), given, body)
+            return self._encoded(given, body.add_special_tokens is not False, body)
         self.check_token_ids(given, "prompt")
         text = self._model.tokenizer.decode(given, skip_special_tokens=False) if body.echo else ""
         return self._truncated(given, text, body)
+
+    def _encoded(self, text: str, add_special_tokens: bool, body: GenerationBody) -> Prompt:
+        """A prompt from its text; what cannot fit whatever its tokens are is refused before they are known."""
+        num_tokens = self._model.tokenizer.min_tokens(text)
+        if body.truncate_prompt_tokens is None and num_tokens >= self._model.max_model_len:
+            raise self._too_long(f"at least {num_tokens}", body)
+        return self._truncated(self.encode(text, add_special_tokens), text, body)
 
     def _truncated(self, ids: list[int], text: str, body: GenerationBody) -> Prompt:
         """A prompt's last truncate_prompt_tokens tokens, or all of it; refused if the context cannot hold it."""
@@ -210,12 +216,15 @@ class Intake:
             text = self._model.tokenizer.decode(ids, skip_special_tokens=False)
         if not ids:
             raise ApiError(ErrorCode.invalid_prompt, "the prompt has no tokens; send some text", "prompt")
-        limit = self._model.max_model_len
-        if len(ids) >= limit:
-            raise ApiError(ErrorCode.context_length_exceeded, f"the model's context is {limit} tokens, prompt and "
-                           f"output together, and the prompt has {len(ids)}: shorten it to at most {limit - 1}",
-                           "messages" if isinstance(body, ChatBody) else "prompt")
+        if len(ids) >= self._model.max_model_len:
+            raise self._too_long(str(len(ids)), body)
         return Prompt(tuple(ids), text, num_truncated)
+
+    def _too_long(self, num_tokens: str, body: GenerationBody) -> ApiError:
+        limit = self._model.max_model_len
+        return ApiError(ErrorCode.context_length_exceeded, f"the model's context is {limit} tokens, prompt and output "
+                        f"together, and the prompt has {num_tokens}: shorten it to at most {limit - 1}",
+                        "messages" if isinstance(body, ChatBody) else "prompt")
 
     def _job(self, body: GenerationBody, prompts: list[Prompt], max_tokens: int, logprobs: int | None, echo: bool,
              ticket: Ticket) -> Job:
@@ -243,13 +252,28 @@ class Intake:
     def _check(self, body: GenerationBody) -> None:
         """What can be refused before anything is tokenised."""
         self.check_model(body.model)
-        limit = self._config.server.max_choices
-        if (body.n or 1) > limit:
-            raise ApiError(ErrorCode.invalid_value, f"n={body.n}: must be at most server.max_choices={limit}", "n")
         policy = self._config.scheduler.policy.kind
         if body.priority and policy is Policy.fifo:
             raise ApiError(ErrorCode.unsupported_parameter, f"priority={body.priority}: scheduler.policy.kind="
                            f"{policy.value} ignores priorities; send 0 or leave it out", "priority")
+
+    def _check_choices(self, num_prompts: int, body: GenerationBody) -> None:
+        """Refuse more choices than the server ever takes at once; trying again could not help."""
+        n = body.n or 1
+        num_choices = num_prompts * n
+        asked, param = (f"n={n}", "n") if n > 1 else (f"prompt: {num_prompts} prompts", "prompt")
+        if n > 1 and num_prompts > 1:
+            asked += f" for each of {num_prompts} prompts"
+        limit = self._config.server.max_choices
+        if num_choices > limit:
+            raise ApiError(ErrorCode.invalid_value, f"{asked}: {num_choices} choices are more than "
+                           f"server.max_choices={limit}; ask for them in several requests", param)
+        num_running, num_waiting = (self._config.scheduler.max_num_seqs,
+                                    self._config.scheduler.admission.max_queue_requests)
+        if num_waiting is not None and num_choices > num_running + num_waiting:
+            raise ApiError(ErrorCode.invalid_value, f"{asked}: {num_choices} choices are more than can run and wait "
+                           f"(scheduler.max_num_seqs={num_running} and scheduler.admission.max_queue_requests="
+                           f"{num_waiting}); ask for them in several requests", param)
 
     def _logprobs(self, asked: int | None, param: str) -> int | None:
         limit = self._config.server.max_logprobs

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from servekit.core.request import FinishReason
 from servekit.engine.messages import EngineFacts, EngineStats, StepRecord
@@ -87,9 +90,8 @@ class Metrics:
         self._cache_config.labels(self._model_name, facts.block_size_tokens, facts.num_kv_blocks).set(1)
 
     def observe_step(self, stats: EngineStats, step: StepRecord | None) -> None:
-        """Take over what one step reports; a `StepObserver`. Totals that fall belong to a restarted engine."""
-        last = self._last if stats.num_steps_total >= self._last.num_steps_total else EngineStats()
-        self._last = stats
+        """Take over what one step reports; a `StepObserver`."""
+        last, self._last = counted_from(self._last, stats), stats
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0)
@@ -156,7 +158,7 @@ class Metrics:
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The scrape's body and its content type, as the scraper's Accept header asks."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(_WithoutCreationTimes(self.registry)), content_type
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
@@ -171,6 +173,34 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"{PREFIX}:{name}", text, ("model_name",), buckets=buckets,
                          registry=self.registry).labels(self._model_name)
+
+
+class _WithoutCreationTimes(Collector):
+    """A registry without the `_created` series that its counters and histograms would have beside their values."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family of metrics."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+_totals: Callable[[EngineStats], tuple[float, ...]] = attrgetter(
+    "num_steps_total", "prompt_tokens_total", "cached_tokens_total", "prefix_queries_total", "recomputed_tokens_total",
+    "generation_tokens_total", "preemptions_total", "schedule_s_total", "execute_s_total", "update_s_total")
+
+
+def counted_from(last: EngineStats, now: EngineStats) -> EngineStats:
+    """What the totals of two readings have grown from: `last`, or zero if one of them fell.
+
+    Totals only fall when an engine dies, and the next one counts from zero.
+    """
+    has_fallen = (any(after < before for before, after in zip(_totals(last), _totals(now), strict=True))
+                  or any(now.bound_total.get(bound, 0) < total for bound, total in last.bound_total.items()))
+    return EngineStats() if has_fallen else last
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:

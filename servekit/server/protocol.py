@@ -194,6 +194,9 @@ REFUSED = {
 }
 """Fields of OpenAI, vLLM and others that would change the answer if they were honoured."""
 
+STREAM_OPTIONS_WITHOUT_EFFECT = frozenset({"include_obfuscation"})
+"""OpenAI pads events by default; here none is padded, asked for or not."""
+
 OF_GENERATION = frozenset(CompletionBody.__struct_fields__ + ChatBody.__struct_fields__)
 """Fields of one endpoint: honoured there, refused at the other."""
 
@@ -205,6 +208,8 @@ def parse(kind: type[Body], data: dict[str, Any], unknown: UnknownFields) -> Bod
     known = set(kind.__struct_fields__)
     for name in data.keys() - known:
         _check_other(name, data[name], known, unknown)
+    if issubclass(kind, GenerationBody):
+        _check_stream_options(data, unknown)
     given = {name: value for name, value in data.items() if value is not None}
     try:
         return msgspec.convert(given, kind)
@@ -225,12 +230,30 @@ def _check_other(name: str, value: object, known: set[str], unknown: UnknownFiel
     if name in OF_GENERATION:
         raise ApiError(ErrorCode.unsupported_parameter,
                        f"{name}={show_value(value)}: not a field of this endpoint; leave it out", name)
-    message = f"{ascii(name)[1:-1][:80]}: no such field"
+    _tell_unknown(name, "", known, unknown)
+
+
+def _check_stream_options(data: dict[str, Any], unknown: UnknownFields) -> None:
+    """Refuse the options of a stream that is not asked for; look for options that do not exist."""
+    options = data.get("stream_options")
+    if not options or not isinstance(options, dict):
+        return
+    if not data.get("stream"):
+        raise ApiError(ErrorCode.invalid_value, f"stream_options={show_value(options)}: only a stream has options; "
+                       "set stream=true or leave it out", "stream_options")
+    known = set(StreamOptions.__struct_fields__)
+    for name in options.keys() - known - STREAM_OPTIONS_WITHOUT_EFFECT:
+        _tell_unknown(name, "stream_options.", known, unknown)
+
+
+def _tell_unknown(name: str, place: str, known: set[str], unknown: UnknownFields) -> None:
+    """Warn of a field that does not exist, or refuse it; `place` is what it was found in."""
+    message = f"{place}{ascii(name)[1:-1][:80]}: no such field"
     close = difflib.get_close_matches(name[:80], known, n=1)
     if close:
         message += f"; did you mean {close[0]}?"
     if unknown is UnknownFields.refuse:
-        raise ApiError(ErrorCode.unknown_parameter, message, name[:80])
+        raise ApiError(ErrorCode.unknown_parameter, message, place + name[:80])
     log.warning("request field without effect: %s", message)
 
 

@@ -16,6 +16,9 @@ from servekit.server.intake import Intake, ModelFacts
 from servekit.server.lifecycle import Lifecycle, Phase
 from servekit.server.metrics import Metrics
 
+TOKENISING_THREADS = 4
+"""More than one, so that a prompt need not wait until a longer one has been tokenised."""
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -36,7 +39,7 @@ class Service:
         self.config = config
         self.api_key = api_key
         self.lifecycle = Lifecycle()
-        self.tokenising = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+        self.tokenising = ThreadPoolExecutor(max_workers=TOKENISING_THREADS, thread_name_prefix="tokenise")
         """Where long prompts are tokenised, so that probes are answered meanwhile."""
         self._serving: Serving | None = None
         self._serial = itertools.count()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from servekit.engine.messages import EngineStats
+from servekit.server.metrics import counted_from
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +18,7 @@ async def log_throughput(stats: Callable[[], EngineStats], interval_s: float) ->
     while True:
         await asyncio.sleep(interval_s)
         now = stats()
-        if now.num_steps_total < last.num_steps_total:
-            last = EngineStats()  # the engine was restarted and counts from zero
+        last = counted_from(last, now)
         if now.num_steps_total > last.num_steps_total or now.num_running or now.num_waiting:
             log.info("%s", throughput_line(last, now, interval_s))
         last = now
