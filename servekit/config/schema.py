@@ -8,6 +8,7 @@ one component cannot be given to another.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -79,7 +80,7 @@ class LogFormat(Enum):
 
 def _at_least(section: str, name: str, value: float | None, minimum: float, default: object) -> None:
     if value is not None:
-        require(value >= minimum, f"{section}.{name}", value, f"must be at least {minimum}",
+        require(minimum <= value < math.inf, f"{section}.{name}", value, f"must be a number of at least {minimum}",
                 f"the default is {section}.{name}={default if default is not None else 'null'}")
 
 
@@ -334,7 +335,7 @@ class AdmissionConfig:
         _at_least(section, "max_queue_tokens", self.max_queue_tokens, 1, None)
         for name in ("queue_timeout_s", "request_timeout_s"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{section}.{name}", value, "must be greater than 0",
+            require(value is None or 0 < value < math.inf, f"{section}.{name}", value, "must be greater than 0",
                     f"set {section}.{name}=null for no limit")
 
 
@@ -401,7 +402,7 @@ class ServerConfig:
     max_body_bytes: int = 16 * 1024 * 1024
     """Largest request body."""
     max_choices: int = 128
-    """Largest `n`, and most prompts in one completion request."""
+    """Most choices of one request: its prompts times `n`."""
     max_logprobs: int = 20
     """Most alternatives that logprobs may ask for."""
     unknown_fields: UnknownFields = UnknownFields.warn

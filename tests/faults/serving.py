@@ -151,11 +151,7 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """A value of /metrics, 0 if it is not there."""
-        full_name = f"servekit:{name}"
-        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(full_name)]
-        samples = [sample for family in text_string_to_metric_families("\n".join(lines)) for sample in family.samples]
-        return next((float(sample.value) for sample in samples
-                     if sample.name == full_name and labels.items() <= sample.labels.items()), 0.0)
+        return metric_in(self.get("/metrics").text, name, **labels)
 
     @property
     def engine_pid(self) -> int | None:
@@ -177,7 +173,12 @@ class Served:
 
     def wait_until_idle(self) -> None:
         """Wait until nothing runs or waits and no KV block is held."""
-        self.wait_until(lambda: {self.stats[name] for name in ("num_running", "num_waiting", "kv_blocks_used")} == {0})
+        def is_idle() -> bool:
+            stats = self.stats
+            return not any(stats[name] for name in ("num_running", "num_waiting", "num_waiting_tokens",
+                                                    "kv_blocks_used"))
+
+        self.wait_until(is_idle)
 
     def check_idle(self, log_start: int = 0) -> None:
         """The invariant that holds after everything: nothing is left, the server serves, and no traceback was logged.
@@ -186,9 +187,9 @@ class Served:
             log_start: Characters of the log that are older than the test.
         """
         self.wait_until_idle()
-        assert self.stats["num_waiting_tokens"] == 0
-        assert self.metric("num_requests_running") == self.metric("num_requests_waiting") == 0
-        assert self.metric("kv_cache_usage_perc") == 0
+        metrics = self.get("/metrics").text
+        assert metric_in(metrics, "num_requests_running") == metric_in(metrics, "num_requests_waiting") == 0
+        assert metric_in(metrics, "kv_cache_usage_perc") == 0
         assert self.get("/health").status == self.get("/ready").status == 200
         reply = self.post(COMPLETIONS, {"prompt": "still there?", "max_tokens": 2, "ignore_eos": True})
         assert reply.status == 200 and reply.json["usage"]["completion_tokens"] == 2, reply.text
@@ -198,6 +199,15 @@ class Served:
     def exit_status(self) -> int:
         """The status with which the server ends by itself."""
         return self.process.wait(PATIENCE_S)
+
+
+def metric_in(text: str, name: str, **labels: str) -> float:
+    """A value of a scrape, 0 if it is not there."""
+    full_name = f"servekit:{name}"
+    lines = [line for line in text.splitlines() if line.startswith(full_name)]
+    samples = [sample for family in text_string_to_metric_families("\n".join(lines)) for sample in family.samples]
+    return next((float(sample.value) for sample in samples
+                 if sample.name == full_name and labels.items() <= sample.labels.items()), 0.0)
 
 
 def wait_until(condition: Callable[[], bool], context: Callable[[], str] = lambda: "") -> None:

@@ -59,16 +59,23 @@ def test_a_body_of_fifty_megabytes_is_refused_before_it_has_come(roomy: Served) 
 
 
 def test_a_prompt_far_beyond_the_context_does_not_stop_the_server(roomy: Served) -> None:
-    """G12, D08: three megabytes are refused for their length, and probes are answered all the while."""
+    """G12, D08: three megabytes are refused for their length, or tokenised while probes and requests are answered."""
+    words = "word " * 600_000
+    refused = roomy.post(COMPLETIONS, {"prompt": words})
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
     replies = []
-    asking = threading.Thread(target=lambda: replies.append(roomy.post(COMPLETIONS, {"prompt": "word " * 600_000})))
+    asking = threading.Thread(target=lambda: replies.append(roomy.post(
+        COMPLETIONS, {"prompt": words, "truncate_prompt_tokens": 100, "max_tokens": 1})))
     asking.start()
-    num_probes = 0
+    num_answers = 0
     while asking.is_alive():
         assert roomy.get("/health").status == 200
-        num_probes += 1
-    assert replies[0].error["code"] == "context_length_exceeded"
-    assert num_probes >= 20, "the server answered nobody while it tokenised"
+        assert roomy.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status == 200
+        assert roomy.post("/tokenize", {"prompt": "word " * 5000}).status == 200
+        num_answers += 1
+    usage = replies[0].json["usage"]
+    assert usage["prompt_tokens"] == 100 and usage["prompt_tokens_details"]["truncated_tokens"] == 5 * 600_000 - 99
+    assert num_answers >= 5, "the server answered nobody while it tokenised"
 
 
 SURROGATE = '"\\ud83d"'

@@ -40,7 +40,7 @@ def test_what_was_accepted_is_finished(server: Served) -> None:
     """D06: streams and queue complete; readiness and new requests say 503 at once, while liveness stays."""
     engine_pid = server.engine_pid
     with ExitStack() as stack:
-        running = [stack.enter_context(server.sent(COMPLETIONS, stream_of(1200))) for _ in range(4)]
+        running = [stack.enter_context(server.sent(COMPLETIONS, stream_of(600))) for _ in range(4)]
         server.wait_until(lambda: server.stats["num_running"] == 4)
         waiting = [stack.enter_context(server.sent(COMPLETIONS, stream_of(30))) for _ in range(4)]
         server.wait_until(lambda: server.stats["num_waiting"] == 4)
@@ -50,7 +50,7 @@ def test_what_was_accepted_is_finished(server: Served) -> None:
         assert (reply.status, reply.error["code"]) == (503, "draining") and "retry-after" in reply.headers
         assert server.get("/health").status == 200
         texts = [read_to_end(connection) for connection in (*running, *waiting)]
-    for text, num_tokens in zip(texts, [1200] * 4 + [30] * 4, strict=True):
+    for text, num_tokens in zip(texts, [600] * 4 + [30] * 4, strict=True):
         assert text.count('"finish_reason":"length"') == 1 and "data: [DONE]" in text and '"error"' not in text
         assert 10 < text.count("data: ") <= num_tokens + 2
     check_ended(server, engine_pid)

@@ -151,7 +151,7 @@ def test_an_idle_engine_outlives_the_shortest_heartbeat_timeout(folder: Path) ->
             return
         server = Served(process, log_path, "")
         pid = server.engine_pid
-        for _ in range(10):
+        for _ in range(5):
             signal_engine(server, signal.SIGSTOP)
             time.sleep(0.3)
             signal_engine(server, signal.SIGCONT)

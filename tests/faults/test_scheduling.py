@@ -11,13 +11,12 @@ from faults.outputs import Reference, greedy, output, random_ids, streamed
 from faults.serving import COMPLETIONS, Reply, Served, read_to_end, read_until, run, served
 
 SHAPES = {
-    "one token a step": ("scheduler.max_num_seqs=1", "scheduler.max_step_tokens=1", "scheduler.prefill.chunk_tokens=1"),
-    "chunk below a block": ("scheduler.max_num_seqs=17", "scheduler.max_step_tokens=17",
-                            "scheduler.prefill.chunk_tokens=15", "memory.block_size_tokens=16"),
+    "one token a step, below a block": ("scheduler.max_num_seqs=1", "scheduler.max_step_tokens=1",
+                                        "scheduler.prefill.chunk_tokens=1"),
     "chunk above an odd block": ("scheduler.max_num_seqs=5", "scheduler.max_step_tokens=64",
                                  "scheduler.prefill.chunk_tokens=17", "memory.block_size_tokens=7"),
     "block above chunk and context": ("scheduler.max_num_seqs=8", "scheduler.max_step_tokens=64",
-                                      "scheduler.prefill.chunk_tokens=64", "memory.block_size_tokens=700"),
+                                      "scheduler.prefill.chunk_tokens=15", "memory.block_size_tokens=700"),
 }
 """Orders of chunk, step budget, block size and context (600 tokens); the tight server is one more."""
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -12,7 +16,7 @@ import regex
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from servekit.config.errors import ConfigError
 from servekit.model.gguf_header import read_gguf_header
@@ -276,6 +280,82 @@ def bpe(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
             break
         parts[at:at + 2] = [parts[at] + parts[at + 1]]
     return parts
+
+
+def nfc_backend() -> tokenizers.Tokenizer:
+    backend = byte_level_backend()
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def backend_without_letter_e() -> tokenizers.Tokenizer:
+    """Byte-level, with no token for the byte of the letter e."""
+    content = json.loads(byte_level_backend().to_str())
+    content["model"]["merges"] = []
+    content["model"]["vocab"] = {piece: index for piece, index in content["model"]["vocab"].items() if "e" not in piece}
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def backend_that_strips() -> tokenizers.Tokenizer:
+    backend = byte_level_backend()
+    backend.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True)])
+    return backend
+
+
+def backend_with(normalizer: normalizers.Normalizer) -> tokenizers.Tokenizer:
+    backend = byte_level_backend()
+    backend.normalizer = normalizer
+    return backend
+
+
+class TestMinTokens:
+    @settings(max_examples=60, deadline=None)
+    @given(text=st.one_of(SPECIAL_TEXTS, st.text("▁ aé\u0301\u212a\u1100\u1161\u11a8e", max_size=60)))
+    @pytest.mark.parametrize("make", [byte_level_backend, llama2_backend, nfc_backend, backend_without_letter_e])
+    def test_no_text_has_fewer(self, make: Callable[[], tokenizers.Tokenizer], text: str) -> None:
+        tokenizer = made(make)
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+    @pytest.mark.parametrize(("make", "text"), [
+        (byte_level_backend, "<|turn|>"), (llama2_backend, "abc▁▁"), (nfc_backend, "\u1100\u1161\u11a8")])
+    def test_a_long_text_has_many(self, make: Callable[[], tokenizers.Tokenizer], text: str) -> None:
+        tokenizer = made(make)
+        assert 0 < tokenizer.min_tokens(text * 1000) >= len(text.encode()) * 1000 / 60
+
+    def test_the_longest_token_attains_it(self) -> None:
+        assert build_dummy_tokenizer(300).min_tokens("<|turn|>" * 50) == 50
+        assert made(backend_without_letter_e).min_tokens("e" * 1000) == 0
+
+    @pytest.mark.parametrize("make", [
+        backend_that_strips, lambda: backend_with(normalizers.Strip()), lambda: backend_with(normalizers.NFKC()),
+        lambda: backend_with(normalizers.Replace(Regex(" +"), " "))])
+    def test_nothing_is_said_where_text_may_vanish(self, make: Callable[[], tokenizers.Tokenizer]) -> None:
+        assert made(make).min_tokens("word " * 1000) == 0
+
+    def test_composition_makes_at_most_three_bytes_one(self) -> None:
+        for code in (*range(0xD800), *range(0xE000, 0x110000)):
+            composed = unicodedata.normalize("NFC", chr(code))
+            for form in (chr(code), unicodedata.normalize("NFD", chr(code))):
+                assert len(form.encode()) <= 3 * len(composed.encode()), hex(code)
+
+
+@cache
+def made(make: Callable[[], tokenizers.Tokenizer]) -> Tokenizer:
+    return Tokenizer(make(), bos=None, eos=None, pad=None)
+
+
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    """With such an interval a thread gives way only where it gives the interpreter's lock back by itself."""
+    tokenizer, ended = build_dummy_tokenizer(300), threading.Event()
+    encoding = threading.Thread(target=lambda: (tokenizer.encode("x" * 2_000_000, False), ended.set()))
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        encoding.start()
+        assert not ended.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+        encoding.join()
 
 
 class TestGguf:

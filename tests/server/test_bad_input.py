@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
+import re
 import threading
 import time
 from typing import Any
 
 import pytest
 
-from servekit.config.schema import UnknownFields
+from servekit.config.schema import OnDemandAdmissionConfig, SchedulerConfig, UnknownFields
 from server.fake_engine import MAX_MODEL_LEN, VOCAB, LiveServer, Script, fake_config, live_server
-from server.raw_http import JSON, Reply, request
+from server.raw_http import JSON, Reply, exchange, request
 
 
 def refused(server: LiveServer, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> dict[str, Any]:
@@ -188,9 +190,8 @@ def test_what_is_not_implemented_is_refused_by_name(server: LiveServer, fields: 
 
 def test_fields_that_clients_send_by_habit_are_accepted(server: LiveServer) -> None:
     habits = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
-              "stream_options": {"include_usage": True, "include_obfuscation": False}, "user": "me", "tools": [],
-              "tool_choice": "auto", "response_format": {"type": "text"}, "modalities": ["text"], "max_token": 5,
-              "prompt_cache_key": "k", "safety_identifier": "s"}
+              "user": "me", "tools": [], "tool_choice": "auto", "response_format": {"type": "text"},
+              "modalities": ["text"], "max_token": 5, "prompt_cache_key": "k", "safety_identifier": "s"}
     body = {"messages": [{"role": "user", "content": "x", "name": None}], "max_tokens": 1, **habits}
     assert request(server, "/v1/chat/completions", json.dumps(body).encode())[0] == 200
 
@@ -219,7 +220,78 @@ def test_contradictions(server: LiveServer) -> None:
                                              "max_completion_tokens": 2}, "/v1/chat/completions")["message"]
     assert "echo" in refused(server, with_field(max_tokens=0))["message"]
     refused(server, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "/v1/chat/completions")
-    refused(server, {"prompt": ["x"] * 129})
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"prompt": ["x"] * 129}, "prompt"), ({"n": 129}, "n"), ({"prompt": ["x"] * 43, "n": 3}, "n"),
+    ({"prompt": [[97]] * 129}, "prompt"), ({"prompt": ["x"] * 128, "n": 2**31 - 1}, "n")])
+def test_choices_have_a_limit_together(server: LiveServer, fields: dict[str, Any], param: str) -> None:
+    error = refused(server, with_field(**fields))
+    assert error["param"] == param
+    assert "server.max_choices=128" in error["message"]
+    assert "several requests" in error["message"]
+
+
+def test_more_choices_than_can_run_and_wait_are_refused() -> None:
+    scheduler = SchedulerConfig(max_num_seqs=2, admission=OnDemandAdmissionConfig(max_queue_requests=3))
+    with live_server(dataclasses.replace(fake_config(), scheduler=scheduler)) as server:
+        for fields in ({"n": 6}, {"prompt": ["x"] * 6}, {"prompt": ["x"] * 3, "n": 2}):
+            message = refused(server, with_field(**fields))["message"]
+            assert "6 choices" in message
+            assert "scheduler.max_num_seqs=2 and scheduler.admission.max_queue_requests=3" in message
+        assert request(server, "/v1/completions", json.dumps(with_field(n=5)).encode())[0] == 200
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        assert refused(server, {**chat, "n": 6}, "/v1/chat/completions")["param"] == "n"
+
+
+def test_a_text_that_cannot_fit_is_not_even_tokenised(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest token of the fake model has 8 bytes."""
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(server.service.serving.model.tokenizer, "encode", encode)
+    for path, body in (("/v1/completions", with_field(prompt="x" * 80_000)),
+                       ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 80_000}]})):
+        error = refused(server, body, path)
+        assert (error["code"], error["param"]) == (
+            "context_length_exceeded", "prompt" if path == "/v1/completions" else "messages")
+        assert re.search(r"has at least 1000\d: shorten it to at most 255", error["message"])
+
+
+def test_a_long_text_that_is_to_be_truncated_is_tokenised(server: LiveServer) -> None:
+    body = with_field(prompt="x" * 80_000, truncate_prompt_tokens=10)
+    status, answer = request(server, "/v1/completions", json.dumps(body).encode())
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 10)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_only_a_stream_has_options(server: LiveServer, path: str) -> None:
+    body: dict[str, Any] = {"prompt": "x"} if path == "/v1/completions" else {
+        "messages": [{"role": "user", "content": "x"}]}
+    for options in ({"include_usage": True}, {"include_usage": False}, {"x": 1}):
+        for stream in (None, False):
+            error = refused(server, {**body, "stream_options": options, "stream": stream}, path)
+            assert error["param"] == "stream_options"
+            assert "stream=true" in error["message"]
+    for options in (None, {}):
+        assert request(server, path, json.dumps({**body, "stream_options": options}).encode())[0] == 200
+
+
+def streamed(server: LiveServer, **options: object) -> int:
+    """The status of a stream with these options."""
+    body = json.dumps(with_field(stream=True, stream_options=options)).encode()
+    return exchange(server, "/v1/completions", "POST", body, JSON)[0]
+
+
+def test_options_of_a_stream_that_do_not_exist(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    assert streamed(server, include_usage=True, continuous_usage_stats=True, include_obfuscation=False) == 200
+    assert "no such field" not in caplog.text
+    assert streamed(server, include_usge=True) == 200
+    assert "stream_options.include_usge: no such field; did you mean include_usage?" in caplog.text
+    with live_server(fake_config(unknown_fields=UnknownFields.refuse)) as strict:
+        error = refused(strict, with_field(stream=True, stream_options={"include_usge": True}))
+        assert (error["param"], error["code"]) == ("stream_options.include_usge", "unknown_parameter")
+        assert streamed(strict, include_usage=True, include_obfuscation=True) == 200
 
 
 def test_bad_requests_do_not_disturb_others(server: LiveServer) -> None:

@@ -52,8 +52,9 @@ def test_both_names_of_the_limit(client: openai.OpenAI, limit: dict[str, int]) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_max_tokens_is_an_upper_bound_here_too(client: openai.OpenAI, stream: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if stream else {}
     answer = client.chat.completions.create(model="fake", messages=HELLO, max_tokens=65_535, stream=stream,
-                                            extra_body={"stream_options": {"include_usage": True}})
+                                            extra_body=options)
     last = list(answer)[-1] if stream else answer
     assert last.usage.total_tokens == MAX_MODEL_LEN
 

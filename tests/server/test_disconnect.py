@@ -60,12 +60,19 @@ def test_leaving_in_the_middle_of_a_stream(server: LiveServer) -> None:
     server.wait_until(lambda: len(server.engine.aborted) == 1)
 
 
-def test_leaving_before_the_body_is_complete(server: LiveServer) -> None:
+def test_leaving_before_the_body_is_complete(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    """It counts as 499, and nothing is wrong."""
+    def num_left() -> float:
+        return server.service.serving.metrics.registry.get_sample_value("servekit:http_requests_total", {
+            "method": "POST", "handler": "/v1/completions", "status": "499"}) or 0.0
+
+    before = num_left()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{\"prompt\"")
-    server.wait_until(lambda: server.service.lifecycle.num_in_flight == 0)
+    server.wait_until(lambda: num_left() == before + 1)
     assert not server.engine.submitted
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
 def test_many_that_leave_at_random(server: LiveServer) -> None:

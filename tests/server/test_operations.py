@@ -204,8 +204,7 @@ def test_names_and_types_of_metrics(server: LiveServer) -> None:
     request(server, "/v1/completions", COMPLETION)
     server.engine.script = lambda _: Script()
     post(server, "/v1/completions", prompt="x")
-    families = {family.name: family.type for family in text_string_to_metric_families(get(server, "/metrics")[1])
-                if not family.name.endswith("_created")}
+    families = {family.name: family.type for family in text_string_to_metric_families(get(server, "/metrics")[1])}
     assert families == {**{f"servekit:{name}": "gauge" for name in GAUGES},
                         **{f"servekit:{name}": "counter" for name in COUNTERS},
                         **{f"servekit:{name}": "histogram" for name in HISTOGRAMS}}
@@ -215,6 +214,7 @@ def test_openmetrics_is_spoken_too(server: LiveServer) -> None:
     _, body, headers = get(server, "/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert headers["content-type"].startswith("application/openmetrics-text")
     assert body.endswith("# EOF\n")
+    assert "_created" not in body
 
 
 def test_requests_are_counted(server: LiveServer) -> None:
@@ -267,6 +267,11 @@ def test_steps_become_gauges_and_counters() -> None:
         assert sample(server, "iteration_tokens_total_sum") == 43
         assert sample(server, "scheduler_step_seconds_sum", part="execute") == pytest.approx(0.2)
         assert sample(server, "cache_config_info", block_size="16", num_gpu_blocks="64") == 1
+        server.call(lambda: server.engine.step(EngineStats(), None))
+        assert sample(server, "num_requests_running") == sample(server, "num_requests_waiting") == 0
+        assert sample(server, "kv_cache_usage_perc") == 0
+        assert sample(server, "prompt_tokens_by_source_total", source="local_compute") == 40
+        assert sample(server, "iteration_tokens_total_count") == 1
         restarted = EngineStats(num_steps_total=1, prompt_tokens_total=10, bound_total={"sequences": 1})
         server.call(lambda: server.engine.step(restarted, None))
         assert sample(server, "prompt_tokens_by_source_total", source="local_compute") == 50

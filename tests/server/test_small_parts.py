@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import logging
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from servekit.engine.messages import EngineStats
 from servekit.server.intake import seed_of_choice
 from servekit.server.logs import JsonFormatter, TextFormatter
-from servekit.server.metrics import one_two_five
+from servekit.server.metrics import Metrics, counted_from, one_two_five
 from servekit.server.progress import LoadingProgress
 from servekit.server.throughput import log_throughput, throughput_line
 
@@ -54,7 +58,8 @@ def test_the_statistics_line() -> None:
 
 def test_statistics_are_silent_when_idle_and_survive_a_restart(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    busy, restarted = EngineStats(num_steps_total=9, generation_tokens_total=9), EngineStats(num_steps_total=1)
+    busy = EngineStats(num_steps_total=9, generation_tokens_total=9)
+    restarted = EngineStats(num_steps_total=20, generation_tokens_total=4)
     readings = itertools.chain([EngineStats(), EngineStats(), busy, busy], itertools.repeat(restarted))
 
     async def watch() -> None:
@@ -63,7 +68,61 @@ def test_statistics_are_silent_when_idle_and_survive_a_restart(caplog: pytest.Lo
                 await log_throughput(lambda: next(readings), 0.01)
 
     asyncio.run(watch())
-    assert len(caplog.messages) == 2
+    assert [message.partition(" tok/s, running")[0] for message in caplog.messages] == [
+        "prompt 0.0 tok/s, output 900.0", "prompt 0.0 tok/s, output 400.0"]
+
+
+GROWING = ["num_steps_total", "prompt_tokens_total", "cached_tokens_total", "prefix_queries_total",
+           "recomputed_tokens_total", "generation_tokens_total", "preemptions_total", "schedule_s_total",
+           "execute_s_total", "update_s_total"]
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_total_that_fell_belongs_to_another_engine(name: str) -> None:
+    last = EngineStats(**dict.fromkeys(GROWING, 5), bound_total={"tokens": 5})
+    grown = EngineStats(**dict.fromkeys(GROWING, 6), bound_total={"tokens": 6})
+    assert counted_from(last, grown) is last
+    assert counted_from(last, last) is last
+    assert counted_from(last, dataclasses.replace(grown, **{name: 4})) == EngineStats()
+    assert counted_from(last, dataclasses.replace(grown, bound_total={"sequences": 9})) == EngineStats()
+    assert counted_from(EngineStats(), EngineStats()) == EngineStats()
+
+
+class EveryReading(RuleBasedStateMachine):
+    """Engines that work and die; the counters of the server know what all of them have done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._metrics = Metrics("m", 100)
+        self._now = EngineStats()
+        self._computed = self._steps = 0
+
+    @rule(num_steps=st.integers(0, 3), num_tokens=st.integers(0, 50))
+    def work(self, num_steps: int, num_tokens: int) -> None:
+        bounds = {"tokens": self._now.bound_total.get("tokens", 0) + num_steps}
+        self._now = dataclasses.replace(
+            self._now, num_steps_total=self._now.num_steps_total + num_steps,
+            prompt_tokens_total=self._now.prompt_tokens_total + num_tokens, bound_total=bounds)
+        self._computed += num_tokens
+        self._steps += num_steps
+        self._metrics.observe_step(self._now, None)
+
+    @rule()
+    def die(self) -> None:
+        self._now = EngineStats()
+        self._metrics.observe_step(self._now, None)
+
+    @invariant()
+    def nothing_is_lost_or_counted_twice(self) -> None:
+        assert self._value("prompt_tokens_by_source_total", source="local_compute") == self._computed
+        assert self._value("steps_total", bound="tokens") == self._steps
+
+    def _value(self, name: str, **labels: str) -> float:
+        return self._metrics.registry.get_sample_value(f"servekit:{name}", {"model_name": "m", **labels}) or 0.0
+
+
+TestEveryReading = EveryReading.TestCase
+TestEveryReading.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 
 
 def test_progress_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
