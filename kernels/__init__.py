@@ -5,6 +5,7 @@ CPU and on CUDA. A `Kernels` gathers one implementation of each, once, when the 
 """
 
 from servekit.kernels.attention import AttentionBatch
-from servekit.kernels.dispatch import Kernels, Product, reference_kernels
+from servekit.kernels.dispatch import Kernels, reference_kernels
+from servekit.kernels.fused_layer import FusedLayer, KVLayer, LayerOperands, Product
 
-__all__ = ["AttentionBatch", "Kernels", "Product", "reference_kernels"]
+__all__ = ["AttentionBatch", "FusedLayer", "KVLayer", "Kernels", "LayerOperands", "Product", "reference_kernels"]

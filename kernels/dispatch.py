@@ -14,6 +14,7 @@ from servekit.kernels import (
     attention,
     copy_blocks,
     draw,
+    fused_layer,
     int4_linear,
     int8_linear,
     linear,
@@ -22,11 +23,9 @@ from servekit.kernels import (
     silu_and_mul,
 )
 from servekit.kernels.attention import AttentionBatch
+from servekit.kernels.fused_layer import FusedLayer, LayerOperands, Product
 from servekit.kernels.int4_linear import Int4Weight
 from servekit.kernels.int8_linear import Int8Weight
-
-Product = Callable[[Tensor], Tensor]
-"""x [..., in] to x W^T [..., out], with a weight matrix W that was prepared for it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class Kernels:
     """Prepares a weight matrix [out, in] in the activations' number format."""
     int8: Callable[[Int8Weight], Product]
     int4: Callable[[Int4Weight], Product]
+    fused_layer: Callable[[LayerOperands], FusedLayer | None]
+    """One call for a layer with these operands; None if there is none for them."""
     argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -64,6 +65,7 @@ def reference_kernels() -> Kernels:
         dense=lambda weight: partial(linear.reference, weight=weight),
         int8=lambda weight: partial(int8_linear.reference, weight=weight),
         int4=lambda weight: partial(int4_linear.reference, weight=weight),
+        fused_layer=fused_layer.reference,
         argmax=argmax.reference,
         draw=draw.reference,
     )

@@ -171,7 +171,7 @@ async def measure(contender: Contender, seed: int, growth: bool) -> dict[str, An
     slots, context = (128, 128 * 512) if growth else (32, 32 * 1024)
     with running(contender, slots, context) as url:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(1800),
-                                         connector=aiohttp.TCPConnector(limit=0)) as session:
+                                         connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
             start = time.perf_counter()
             model = await ready(session, url, 600)
             ready_s = time.perf_counter() - start
@@ -181,7 +181,8 @@ async def measure(contender: Contender, seed: int, growth: bool) -> dict[str, An
                 return {"ready_s": ready_s, **await headline(load)}
             found: dict[str, Any] = {"by_batch_ms": await by_batch(load)}
     with running(contender, 1, 8192) as url:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(1800)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(1800),
+                                         connector=aiohttp.TCPConnector(force_close=True)) as session:
             load = Load(session, url, await ready(session, url, 600), contender.extra, seed + 1)
             await load.one(load.prompt(64), 8)
             return {**found, "by_context": await by_context(load)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from servekit.kernels.attention import AttentionBatch
 from servekit.kernels.cpu.build import build_library
 from servekit.kernels.dispatch import Kernels
+from servekit.kernels.fused_layer import FusedLayer, KVLayer, LayerOperands
 from servekit.kernels.int4_linear import GROUP_SIZE, Int4Weight
 from servekit.kernels.int8_linear import Int8Weight
 
@@ -46,6 +47,7 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, threads: int, on_compile: C
         paged_attention=_paged_attention,
         int8=_int8_product,
         int4=_int4_product,
+        fused_layer=_fused_layer,
         argmax=_argmax,
         draw=_draw,
     )
@@ -59,18 +61,30 @@ def _paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: A
     return attended
 
 
-def _int8_product(weight: Int8Weight) -> Callable[[Tensor], Tensor]:
+@dataclass(frozen=True, slots=True)
+class _PackedProduct:
+    """A matrix of integers in tiles of eight output channels."""
+
+    packed: Tensor
+    scales: Tensor
+    """[tiles, groups, 8] float32 of eight-bit integers; empty for four bits, which carry theirs among them."""
+    rows: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.servekit_cpu.linear.default(x, self.packed, self.scales, self.rows)
+        return product
+
+
+def _int8_product(weight: Int8Weight) -> _PackedProduct:
     """Activations are rounded to 14 bits, by row."""
     rows, columns = weight.integers.shape
     integers = F.pad(weight.integers, (0, 0, 0, -rows % _TILE))
     packed = integers.view(-1, _TILE, columns // 2, 2).permute(0, 2, 1, 3).reshape(len(integers) // _TILE, -1)
     scales = F.pad(weight.scales, (0, 0, 0, -rows % _TILE)).view(-1, _TILE, weight.scales.shape[1])
-    packed, scales = packed.contiguous(), scales.transpose(1, 2).contiguous()
-    product: Callable[..., Tensor] = torch.ops.servekit_cpu.linear_int8.default
-    return lambda x: product(x, packed, scales, rows)
+    return _PackedProduct(packed.contiguous(), scales.transpose(1, 2).contiguous(), rows)
 
 
-def _int4_product(weight: Int4Weight) -> Callable[[Tensor], Tensor]:
+def _int4_product(weight: Int4Weight) -> _PackedProduct:
     """Activations are rounded to 8 bits, by groups of 32."""
     rows, columns = weight.integers.shape
     padding, num_groups = (0, 0, 0, -rows % _TILE), columns // GROUP_SIZE
@@ -79,9 +93,27 @@ def _int4_product(weight: Int4Weight) -> Callable[[Tensor], Tensor]:
     integers = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 3, 1, 4).flatten(2)
     scales, minima = (F.pad(values, padding).view(-1, _TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
                       for values in (weight.scales, weight.minima))
-    packed = torch.cat([integers, scales, minima], dim=-1).contiguous()
-    product: Callable[..., Tensor] = torch.ops.servekit_cpu.linear_int4.default
-    return lambda x: product(x, packed, rows)
+    return _PackedProduct(torch.cat([integers, scales, minima], dim=-1).contiguous(), torch.empty(0), rows)
+
+
+def _fused_layer(operands: LayerOperands) -> FusedLayer | None:
+    """The whole layer in C++ if its matrices are integers: at one token, calls from Python cost more than norms."""
+    products = [operands.qkv, operands.o, operands.gate_up, operands.down]
+    packed = [product for product in products if isinstance(product, _PackedProduct)]
+    if len(packed) < len(products):
+        return None
+    matrices = [tensor for product in packed for tensor in (product.packed, product.scales)]
+    rows = [product.rows for product in packed]
+    scale, window = operands.head_dim ** -0.5, operands.window or _NO_WINDOW
+    run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.servekit_cpu.layer.default
+
+    def layer(normed: Tensor, residual: Tensor, cos_sin: Tensor, positions: Tensor, batch: AttentionBatch,
+              kv: KVLayer) -> tuple[Tensor, Tensor]:
+        return run(normed, residual, matrices, rows, operands.mlp_norm, operands.next_norm, cos_sin, positions,
+                   batch.slots, batch.query_start, batch.context_lens, batch.block_tables, kv[0], kv[1],
+                   operands.num_heads, scale, window, operands.rms_eps)
+
+    return layer
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,15 @@ struct TileRows {
       rows[i] = cache.row(table[position / cache.block_size], head, position % cache.block_size);
     }
   }
+
+  void prefetch(const Cache<T>& cache) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int i = 0; i < count; ++i)
+      for (int64_t d = 0; d < cache.head_dim; d += kLine) {
+        __builtin_prefetch(cache.keys + rows[i] + d);
+        __builtin_prefetch(cache.values + rows[i] + d);
+      }
+  }
 };
 
 // scores[r][j] = queries[r] . key j for a few rows: each key is read, and widened to float, once for all of them.
@@ -192,11 +201,11 @@ inline void mix_columns(float* out, int64_t dim, const float* weights, const flo
     for (int c = 0; c < Chunks; ++c) sums[r][c] = load8(out + r * dim + 8 * c) * factors[r];
   for (int j = 0; j < count; ++j) {
     const auto* row = value(j);
-    f32x8 columns[Chunks];
-    for (int c = 0; c < Chunks; ++c) columns[c] = load8(row + 8 * c);
-    for (int r = 0; r < Rows; ++r) {
-      f32x8 weight = splat(weights[r * kTile + j]);
-      for (int c = 0; c < Chunks; ++c) sums[r][c] += weight * columns[c];
+    f32x8 weight[Rows];
+    for (int r = 0; r < Rows; ++r) weight[r] = splat(weights[r * kTile + j]);
+    for (int c = 0; c < Chunks; ++c) {
+      f32x8 columns = load8(row + 8 * c);
+      for (int r = 0; r < Rows; ++r) sums[r][c] += weight[r] * columns;
     }
   }
   for (int r = 0; r < Rows; ++r)
@@ -231,9 +240,12 @@ void attend(const Cache<T>& cache, const int32_t* table, int64_t head, int64_t s
     scratch.keys.resize(dim * kTile);
     scratch.values.resize(kTile * dim);
   }
-  TileRows<T> tile;
-  for (int64_t first = start; first < end; first += kTile) {
-    tile.find(cache, table, head, first, std::min(first + kTile, end));
+  TileRows<T> tile, next;
+  tile.find(cache, table, head, start, std::min(start + kTile, end));
+  for (int64_t first = start; first < end; first += kTile, tile = next) {
+    // Blocks lie anywhere: what comes next is asked for while this tile is computed.
+    next.find(cache, table, head, first + kTile, std::max(first + kTile, std::min(first + 2 * kTile, end)));
+    next.prefetch(cache);
     float* scores = scratch.scores.data();
     if (many) {
       load_keys_transposed(cache, tile, scratch.keys.data());

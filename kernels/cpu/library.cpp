@@ -303,6 +303,33 @@ Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, 
   return first_columns(out, n);
 }
 
+// Eight bits with their scales apart, or four bits with their scales among them.
+Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& scales, int64_t n) {
+  return scales.numel() == 0 ? linear_int4(x, packed, n) : linear_int8(x, packed, scales, n);
+}
+
+// --- A whole layer --------------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> layer(const Tensor& normed, const Tensor& residual, at::TensorList matrices,
+                                 at::IntArrayRef rows, const Tensor& mlp_norm, const Tensor& next_norm,
+                                 const Tensor& cos_sin, const Tensor& positions, const Tensor& slots,
+                                 const Tensor& query_start, const Tensor& context_lens, const Tensor& tables,
+                                 const Tensor& keys, const Tensor& values, int64_t num_heads, double scale,
+                                 int64_t window, double eps) {
+  auto product = [&](const Tensor& x, int index) {
+    return linear(x, matrices[2 * index], matrices[2 * index + 1], rows[index]);
+  };
+  const int64_t num_kv_heads = keys.size(1), dim = keys.size(3);
+  const Tensor heads = product(normed, 0).view({normed.size(0), num_heads + 2 * num_kv_heads, dim});
+  const Tensor q = rope_and_cache(heads.narrow(1, 0, num_heads), heads.narrow(1, num_heads, num_kv_heads),
+                                  heads.narrow(1, num_heads + num_kv_heads, num_kv_heads), cos_sin, positions, keys,
+                                  values, slots);
+  const Tensor attended = paged_attention(q, keys, values, query_start, context_lens, tables, scale, window);
+  const Tensor o = product(attended.view({normed.size(0), num_heads * dim}), 1);
+  const auto [mlp_input, middle] = add_rms_norm(o, residual, mlp_norm, eps);
+  return add_rms_norm(product(silu_and_mul(product(mlp_input, 2)), 3), middle, next_norm, eps);
+}
+
 // --- Sampling -------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
@@ -357,6 +384,10 @@ TORCH_LIBRARY(servekit_cpu, m) {
   m.def("set_threads(int count) -> ()", &servekit::set_threads);
   m.def("argmax(Tensor logits) -> (Tensor, Tensor)", &servekit::argmax);
   m.def("draw(Tensor logits, Tensor temperatures, Tensor keys) -> Tensor", &servekit::draw);
-  m.def("linear_int4(Tensor x, Tensor packed, int n) -> Tensor", &servekit::linear_int4);
-  m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, int n) -> Tensor", &servekit::linear_int8);
+  m.def("linear(Tensor x, Tensor packed, Tensor scales, int n) -> Tensor", &servekit::linear);
+  m.def(
+      "layer(Tensor normed, Tensor residual, Tensor[] matrices, int[] rows, Tensor mlp_norm, Tensor next_norm, "
+      "Tensor cos_sin, Tensor positions, Tensor slots, Tensor query_start, Tensor context_lens, Tensor tables, "
+      "Tensor(a!) keys, Tensor(b!) values, int num_heads, float scale, int window, float eps) -> (Tensor, Tensor)",
+      &servekit::layer);
 }

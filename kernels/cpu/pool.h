@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -42,7 +43,9 @@ class Pool {
   int64_t num_threads() const { return int64_t(workers_.size()) + 1; }
 
   // Calls run(context, chunk) for every chunk below `count`, from several threads; returns when all have returned.
+  // Callers that come at once take turns.
   void share(void (*run)(void*, int64_t), void* context, uint32_t count) {
+    const std::lock_guard<std::mutex> turn(turn_);
     run_ = run;
     context_ = context;
     num_done_.store(0);
@@ -91,6 +94,7 @@ class Pool {
   }
 
   std::vector<std::thread> workers_;
+  std::mutex turn_;
   void (*run_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   uint32_t generation_ = 0;

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from servekit.kernels import AttentionBatch, Kernels, Product
+from servekit.kernels import AttentionBatch, FusedLayer, Kernels, KVLayer, LayerOperands, Product
 from servekit.kernels.precision import at_least_float32
 from servekit.model.rope import cos_sin_table
 from servekit.model.spec import ModelSpec
@@ -60,10 +60,6 @@ class DecoderWeights:
     """[vocab, hidden]; a view of the embedding where the two are tied and nothing is quantised."""
 
 
-KVLayer = tuple[Tensor, Tensor]
-"""Key and value cache of one layer, each [num_blocks, num_kv_heads, block_size, head_dim]."""
-
-
 class Decoder:
     """Token ids in, logits out. It holds weights and no state: two threads may use one decoder."""
 
@@ -74,9 +70,9 @@ class Decoder:
         self.weights = weights
         self._kernels = kernels
         self._cos_sin = cos_sin_table(spec, max_model_len, embedding.dtype, embedding.device)
-        self._scale = spec.head_dim ** -0.5
-        self._head_counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self._next_norms = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
+        next_norms = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
+        self._layers = [self._prepare(layer, next_norm, window) for layer, next_norm, window
+                        in zip(weights.layers, next_norms, spec.windows, strict=True)]
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Sequence[KVLayer]) -> Tensor:
         """Compute a step's tokens, writing their keys and values to the cache.
@@ -92,12 +88,8 @@ class Decoder:
         """
         residual = F.embedding(token_ids, self.weights.embedding)
         normed = self._kernels.rms_norm(residual, self.weights.layers[0].attention_norm, self.spec.rms_eps)
-        for layer, window, layer_kv, next_norm in zip(self.weights.layers, self.spec.windows, kv, self._next_norms,
-                                                      strict=True):
-            attended = self._attention(layer, normed, positions, batch, layer_kv, window)
-            normed, residual = self._kernels.add_rms_norm(attended, residual, layer.mlp_norm, self.spec.rms_eps)
-            fed_forward = self._mlp(layer, normed)
-            normed, residual = self._kernels.add_rms_norm(fed_forward, residual, next_norm, self.spec.rms_eps)
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            normed, residual = layer(normed, residual, self._cos_sin, positions, batch, layer_kv)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,17 +97,47 @@ class Decoder:
         logits = self.weights.head(hidden)
         return logits.to(at_least_float32(logits.dtype))
 
-    def _attention(self, layer: LayerWeights, x: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVLayer,
-                   window: int | None) -> Tensor:
-        key_cache, value_cache = kv
-        heads = layer.qkv(x).view(len(x), -1, self.spec.head_dim)
-        q, k, v = heads.split_with_sizes(self._head_counts, 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = self._kernels.rms_norm(q, layer.q_norm, self.spec.rms_eps)
-            k = self._kernels.rms_norm(k, layer.k_norm, self.spec.rms_eps)
-        q = self._kernels.rope_and_cache(q, k, v, self._cos_sin, positions, key_cache, value_cache, batch.slots)
-        attended = self._kernels.paged_attention(q, key_cache, value_cache, batch, self._scale, window)
-        return layer.o(attended.flatten(1))
+    def _prepare(self, layer: LayerWeights, next_norm: Tensor, window: int | None) -> FusedLayer:
+        """The layer as one operation where the kernels have one for it, else as a sequence of them."""
+        is_plain = layer.q_norm is None and all(linear.bias is None for linear in
+                                                (layer.qkv, layer.o, layer.gate_up, layer.down))
+        fused = self._kernels.fused_layer(self._operands(layer, next_norm, window)) if is_plain else None
+        return fused or _Layer(layer, next_norm, window, self.spec, self._kernels)
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        return layer.down(self._kernels.silu_and_mul(layer.gate_up(x)))
+    def _operands(self, layer: LayerWeights, next_norm: Tensor, window: int | None) -> LayerOperands:
+        spec = self.spec
+        return LayerOperands(layer.qkv.product, layer.o.product, layer.mlp_norm, layer.gate_up.product,
+                             layer.down.product, next_norm, spec.hidden_size, spec.num_heads, spec.num_kv_heads,
+                             spec.head_dim, window, spec.rms_eps)
+
+
+class _Layer:
+    """One layer, operation by operation."""
+
+    def __init__(self, weights: LayerWeights, next_norm: Tensor, window: int | None, spec: ModelSpec,
+                 kernels: Kernels) -> None:
+        self._weights = weights
+        self._next_norm = next_norm
+        self._window = window
+        self._spec = spec
+        self._kernels = kernels
+        self._scale = spec.head_dim ** -0.5
+        self._head_counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+
+    def __call__(self, normed: Tensor, residual: Tensor, cos_sin: Tensor, positions: Tensor, batch: AttentionBatch,
+                 kv: KVLayer) -> tuple[Tensor, Tensor]:
+        attended = self._attention(normed, cos_sin, positions, batch, kv)
+        normed, residual = self._kernels.add_rms_norm(attended, residual, self._weights.mlp_norm, self._spec.rms_eps)
+        fed_forward = self._weights.down(self._kernels.silu_and_mul(self._weights.gate_up(normed)))
+        return self._kernels.add_rms_norm(fed_forward, residual, self._next_norm, self._spec.rms_eps)
+
+    def _attention(self, x: Tensor, cos_sin: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVLayer) -> Tensor:
+        weights, kernels, (key_cache, value_cache) = self._weights, self._kernels, kv
+        heads = weights.qkv(x).view(len(x), -1, self._spec.head_dim)
+        q, k, v = heads.split_with_sizes(self._head_counts, 1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = kernels.rms_norm(q, weights.q_norm, self._spec.rms_eps)
+            k = kernels.rms_norm(k, weights.k_norm, self._spec.rms_eps)
+        q = kernels.rope_and_cache(q, k, v, cos_sin, positions, key_cache, value_cache, batch.slots)
+        attended = kernels.paged_attention(q, key_cache, value_cache, batch, self._scale, self._window)
+        return weights.o(attended.flatten(1))
