@@ -78,5 +78,7 @@ def test_the_package_offers_it_lazily() -> None:
 
 def test_the_default_model_knows_the_capital_of_france(default_model_path: Path) -> None:
     llm = LLM("smollm2-135m", [f"model.source={default_model_path}", "model.max_model_len=512"])
-    answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], max_tokens=32, temperature=0.0)
-    assert "Paris" in answer.text and answer.finish_reason is FinishReason.stop
+    (answer,) = llm.generate("The capital of France is", max_tokens=4, temperature=0.0)
+    assert answer.text.startswith(" Paris")
+    chat = llm.chat([{"role": "user", "content": "Name the capital of France."}], max_tokens=32, temperature=0.0)
+    assert "Paris" in chat.text and chat.finish_reason is FinishReason.stop
