@@ -24,8 +24,9 @@ def code_of(document: Path) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_exist(document: Path) -> None:
-    paths = {word for code in code_of(document) for word in re.findall(r"(?<![\w./:-])[\w.-]+/[\w./-]*", code)
-             if word.split("/")[0] in {"conf", "servekit", "kernels", "tests", "experiments", ".ci"} and "NAME" not in word}
+    words = {word for code in code_of(document) for word in re.findall(r"(?<![\w./:-])[\w.-]+/[\w./-]*", code)}
+    folders = {"conf", "servekit", "kernels", "tests", "experiments", ".ci", "docs"}
+    paths = {word for word in words if word.split("/")[0] in folders and "NAME" not in word}
     missing = {path for path in paths if not (ROOT / path.rstrip("/.")).exists()}
     assert not missing
 

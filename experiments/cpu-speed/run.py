@@ -1,7 +1,7 @@
 """servekit beside llama-server and vLLM on a CPU, over HTTP, one server at a time in alternating rounds.
 
     python experiments/cpu-speed/run.py llama=/path/to/llama-server gguf=DIR [vllm=/path/to/vllm hf=DIR]
-                                        [rounds=2] [growth=true] [only=NAME,NAME] [out=result.json]
+                                        [rounds=2] [growth=true] [growing=NAME,NAME] [only=NAME,NAME] [out=result.json]
 
 gguf: folder with smol-q4_1.gguf, smol-q8_0.gguf and smol-f32.gguf; hf: the same model as a Hugging Face folder. A peer
 that is not given is said to be absent. Prompts are random token ids, fresh for every request, so that no cache helps
@@ -270,7 +270,10 @@ def main() -> None:
                   flush=True)
     growth = {}
     if options.get("growth", "true") == "true":
+        growing = options.get("growing", ",".join(contender.name for contender in competing)).split(",")
         for index, contender in enumerate(competing):
+            if contender.name not in growing:
+                continue
             growth[contender.name] = asyncio.run(measure(contender, 5000 + index, growth=True))
             print(f"growth, {contender.name}: {json.dumps(growth[contender.name])}", flush=True)
     result = {name: medians(rows) for name, rows in runs.items() if rows}

@@ -32,13 +32,12 @@ WINDOW_TOKENS = 512
 DEFAULT_TOKENS = 40 * WINDOW_TOKENS
 
 
-_ABOUT = (
-    "Perplexity of SmolLM2-135M-Instruct on {tokens:,} tokens of English prose, in windows of {window} that know "
-    "nothing of each other: the full sentences of the help texts that come with Python {python} (`pydoc_data.topics`). The "
-    "model's file holds Q4_1 integers: float32 means these, dequantised; int8 rounds them again, by output channel; "
-    "int4 multiplies by them as they are, with activations rounded to 8 bits and the head in int8. The reference "
-    "kernels keep no bfloat16 cache beside float32 weights. Measured with `python run.py` on {date}, on {cores} cores of this "
-    "processor: {processor}.")
+_ABOUT = """\
+Perplexity of SmolLM2-135M-Instruct on {tokens:,} tokens of English prose, in windows of {window} that know nothing of
+each other: the full sentences of the help texts that come with Python {python} (`pydoc_data.topics`). The model's file
+holds Q4_1 integers: float32 means these, dequantised; int8 rounds them again, by output channel; int4 multiplies by
+them as they are, with activations rounded to 8 bits and the head in int8. The reference kernels keep no bfloat16 cache
+beside float32 weights. Measured with `python run.py` on {date}, on {cores} cores of this processor: {processor}."""
 
 
 @dataclass(frozen=True)
