@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +282,7 @@ def main() -> None:
         facts = {"date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "processor": _processor(),
                  "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), **limits()}
         Path(options["out"]).write_text(json.dumps(
-            {"facts": facts, "medians": result, "rounds": runs, "growth": growth,
-             "contenders": [asdict(c) | {"command": c.name} for c in competing]}, indent=1) + "\n")
+            {"facts": facts, "medians": result, "rounds": runs, "growth": growth}, indent=1) + "\n")
 
 
 def _processor() -> str:

@@ -263,9 +263,7 @@ Tensor linear_int4(const Tensor& x, const Tensor& packed, int64_t n) {
     const Group4* own = weights + tile * groups;
     float* target = y + tile * kChannels;
     if (tile + 2 <= tiles) {
-      for (; row + 4 <= end; row += 4) product4<4, 2>(activations, row, own, groups, target, stride);
-      for (; row + 2 <= end; row += 2) product4<2, 2>(activations, row, own, groups, target, stride);
-      for (; row < end; ++row) product4<1, 2>(activations, row, own, groups, target, stride);
+      two_tiles4(activations, row, end, own, groups, target, stride);
     } else {
       for (; row < end; ++row) product4<1, 1>(activations, row, own, groups, target, stride);
     }
@@ -293,9 +291,7 @@ Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, 
     const float* own_scales = weight_scales + tile * (k / group) * kChannels;
     float* target = y + tile * kChannels;
     if (tile + 2 <= tiles) {
-      for (; row + 4 <= end; row += 4) product8<4, 2>(activations, row, own, own_scales, group, target, stride);
-      for (; row + 2 <= end; row += 2) product8<2, 2>(activations, row, own, own_scales, group, target, stride);
-      for (; row < end; ++row) product8<1, 2>(activations, row, own, own_scales, group, target, stride);
+      two_tiles8(activations, row, end, own, own_scales, group, target, stride);
     } else {
       for (; row < end; ++row) product8<1, 1>(activations, row, own, own_scales, group, target, stride);
     }
