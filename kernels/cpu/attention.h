@@ -56,31 +56,38 @@ struct TileRows {
 
   void find(const Cache<T>& cache, const int32_t* table, int64_t head, int64_t start, int64_t end) {
     count = int(end - start);
+    int64_t block = start / cache.block_size, offset = start % cache.block_size;
     for (int i = 0; i < count; ++i) {
-      int64_t position = start + i;
-      rows[i] = cache.row(table[position / cache.block_size], head, position % cache.block_size);
+      rows[i] = cache.row(table[block], head, offset);
+      if (++offset == cache.block_size) {
+        offset = 0;
+        ++block;
+      }
     }
   }
 
-  void prefetch(const Cache<T>& cache) const {
+  // Asks for one key and its value, if the tile has that many.
+  void prefetch(const Cache<T>& cache, int i) const {
     constexpr int64_t kLine = 64 / sizeof(T);
-    for (int i = 0; i < count; ++i)
-      for (int64_t d = 0; d < cache.head_dim; d += kLine) {
-        __builtin_prefetch(cache.keys + rows[i] + d);
-        __builtin_prefetch(cache.values + rows[i] + d);
-      }
+    if (i >= count) return;
+    for (int64_t d = 0; d < cache.head_dim; d += kLine) {
+      __builtin_prefetch(cache.keys + rows[i] + d);
+      __builtin_prefetch(cache.values + rows[i] + d);
+    }
   }
 };
 
 // scores[r][j] = queries[r] . key j for a few rows: each key is read, and widened to float, once for all of them.
 template <int Rows, typename T>
-inline void score_rows(const Cache<T>& cache, const TileRows<T>& tile, const float* queries, float* scores) {
+inline void score_rows(const Cache<T>& cache, const TileRows<T>& tile, const TileRows<T>& next, const float* queries,
+                       float* scores) {
   const int64_t dim = cache.head_dim, whole = dim / 8 * 8;
   for (int first = 0; first < tile.count; first += 8) {
     const int keys = std::min(8, tile.count - first);
     f32x8 products[Rows][8];
     for (int j = 0; j < keys; ++j) {
       const T* key = cache.keys + tile.rows[first + j];
+      next.prefetch(cache, first + j);
       f32x8 sums[Rows];
       for (int r = 0; r < Rows; ++r) sums[r] = splat(0.0f);
       for (int64_t d = 0; d < whole; d += 8) {
@@ -243,9 +250,8 @@ void attend(const Cache<T>& cache, const int32_t* table, int64_t head, int64_t s
   TileRows<T> tile, next;
   tile.find(cache, table, head, start, std::min(start + kTile, end));
   for (int64_t first = start; first < end; first += kTile, tile = next) {
-    // Blocks lie anywhere: what comes next is asked for while this tile is computed.
+    // Blocks lie anywhere: few rows ask for each key of the next tile while they use one of this.
     next.find(cache, table, head, first + kTile, std::max(first + kTile, std::min(first + 2 * kTile, end)));
-    next.prefetch(cache);
     float* scores = scratch.scores.data();
     if (many) {
       load_keys_transposed(cache, tile, scratch.keys.data());
@@ -253,7 +259,7 @@ void attend(const Cache<T>& cache, const int32_t* table, int64_t head, int64_t s
       load_values(cache, tile, scratch.values.data());
     } else {
       by_rows(rows, [&](auto n, int r) {
-        score_rows<n>(cache, tile, scratch.queries.data() + r * dim, scores + r * kTile);
+        score_rows<n>(cache, tile, next, scratch.queries.data() + r * dim, scores + r * kTile);
       });
     }
     float factors[kMaxRows];

@@ -40,7 +40,23 @@ INFINITY, NAN = float("inf"), float("nan")
 FLOAT32_DIGITS = 2.0 ** -23
 
 
-@pytest.fixture(scope="module", params=["native", "portable"])
+@dataclass(frozen=True)
+class Older:
+    """Sources as compiled for processors that lack something this one may have."""
+
+    name: str
+    march: str
+    forbidden: str
+    """Macro of an instruction set that the build must not have."""
+    needed: str
+    """Flag in /proc/cpuinfo without which the build does not run; empty: none."""
+
+
+OLDER = {"portable": Older("portable", "x86-64", "__AVX2__", ""),
+         "avx2": Older("avxtwo", "x86-64-v3", "__AVX512F__", "avx2")}
+
+
+@pytest.fixture(scope="module", params=["native", *OLDER])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
     try:
         build.find_compiler()
@@ -49,9 +65,12 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "native":
         yield compiled()
         return
+    older = OLDER[request.param]
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("on this processor the portable code is the native code")
-    with without_avx2(tmp_path_factory.mktemp("portable")):
+    if older.needed not in build._processor():
+        pytest.skip(f"this processor has no {older.needed}")
+    with compiled_as(older, tmp_path_factory.mktemp(older.name)):
         yield compiled()
 
 
@@ -60,16 +79,17 @@ def compiled() -> Kernels:
 
 
 @contextmanager
-def without_avx2(folder: Path) -> Iterator[None]:
-    """Lets `cpu_kernels` use the sources as compiled for the oldest x86-64, under a name of their own."""
+def compiled_as(older: Older, folder: Path) -> Iterator[None]:
+    """Lets `cpu_kernels` use an older build of the sources, under a name of its own."""
+    refusal = f"#ifdef {older.forbidden}\n#error this build must not have {older.forbidden}\n#endif\n"
     for source in [*build._SOURCES.glob("*.h"), *build._SOURCES.glob("*.cpp")]:
-        refusal = "#ifdef __AVX2__\n#error this build must not have AVX2\n#endif\n" if source.suffix == ".cpp" else ""
-        (folder / source.name).write_text(refusal + source.read_text().replace("servekit", "portable"))
+        text = source.read_text().replace("servekit", older.name)
+        (folder / source.name).write_text((refusal if source.suffix == ".cpp" else "") + text)
     assert "-march=native" in build._FLAGS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_SOURCES", folder)
-        patch.setattr(build, "_FLAGS", tuple(flag.replace("=native", "=x86-64") for flag in build._FLAGS))
-        patch.setattr(torch.ops, "servekit_cpu", torch.ops.portable_cpu)
+        patch.setattr(build, "_FLAGS", tuple(flag.replace("=native", f"={older.march}") for flag in build._FLAGS))
+        patch.setattr(torch.ops, "servekit_cpu", getattr(torch.ops, f"{older.name}_cpu"))
         yield
 
 
