@@ -53,9 +53,13 @@ def main() -> None:
     contexts = sorted({int(size) for found in growth.values() for size in found["by_context"]})
     middle.plot(contexts, [limit_ms(1, size, facts) for size in contexts], "k:", label="limit")
     for axes, title, x in ((left, "requests at once", "batch"), (middle, "one request", "context, tokens")):
-        axes.set(title=title, xlabel=x, ylabel="ms between tokens", xscale="log", yscale="log")
+        axes.set(title=title, xlabel=x, ylabel="ms between tokens", yscale="log")
+    for axes, ticks in ((left, sizes), (middle, contexts), (right, [1, 4, 16, 128, 1024, 4096])):
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
     right.set(title="share of the limit that servekit reaches", xlabel="batch, or context in tokens", ylabel="%",
-              xscale="log", ylim=(0, 105))
+              ylim=(0, 105))
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
         axes.legend()
