@@ -12,6 +12,9 @@ from servekit.runner.device import DeviceFacts
 _STORED_INTEGERS = {"Q8_0": Quantization.int8, "Q4_0": Quantization.int4, "Q4_1": Quantization.int4}
 """Checkpoints whose matrices are integers that the kernels can multiply by as they are."""
 
+_MOST_HEADS_PER_KEY_HEAD = 48
+"""Query rows that one pass of the C++ attention holds (kMaxRows in kernels/cpu/attention.h)."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -36,21 +39,28 @@ def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: Ker
     if dtype is DType.auto:
         dtype = DType.float32 if device.kind is Device.cpu else DType.bfloat16
         notes.append(f"model.dtype: auto -> {dtype.value}")
-    kernels = _kernels(config, device, dtype, available, notes)
+    kernels = _kernels(config, spec, device, dtype, available, notes)
     quantization = _quantization(config, spec, kernels, notes)
     kv_dtype = _kv_dtype(config, kernels, quantization, dtype, notes)
     return Resolved(dtype, kv_dtype, quantization, kernels, _threads(config, device, notes), tuple(notes))
 
 
-def _kernels(config: Config, device: DeviceFacts, dtype: DType, available: KernelSet, notes: list[str]) -> KernelSet:
-    suits_cpu = device.kind is Device.cpu and dtype is DType.float32
+def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType, available: KernelSet,
+             notes: list[str]) -> KernelSet:
+    computes_here = device.kind is Device.cpu and dtype is DType.float32
+    heads_per_key_head = spec.num_heads // spec.num_kv_heads
     if config.engine.kernels is KernelSet.auto:
+        suits_cpu = computes_here and heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD
         kernels = available if suits_cpu else KernelSet.reference
         notes.append(f"engine.kernels: auto -> {kernels.value}")
         return kernels
-    require(suits_cpu or config.engine.kernels is not KernelSet.cpu, "engine.kernels", "cpu",
-            f"the C++ operations compute in float32 on a CPU, and this is {dtype.value} on {device.kind.value}",
-            "set engine.kernels=auto or model.dtype=float32")
+    if config.engine.kernels is KernelSet.cpu:
+        require(computes_here, "engine.kernels", "cpu",
+                f"the C++ operations compute in float32 on a CPU, and this is {dtype.value} on {device.kind.value}",
+                "set engine.kernels=auto or model.dtype=float32")
+        require(heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD, "engine.kernels", "cpu",
+                f"the C++ attention takes {_MOST_HEADS_PER_KEY_HEAD} query heads a key head, and the model has "
+                f"{heads_per_key_head}", "set engine.kernels=auto")
     return config.engine.kernels
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import gguf
@@ -57,7 +58,7 @@ class GgufTensors:
             if tensor.offset_bytes + self._num_bytes(tensor) > size_bytes:
                 raise ModelFileError(f"{path}: the file ends inside tensor {tensor.name}; fetch it again")
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         return {name: StoredTensor(tensor.shape[::-1], self._num_bytes(tensor))
                 for name, tensor in self._by_name.items()}
@@ -137,7 +138,11 @@ def _half(blocks: Tensor, offset_bytes: int) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """[rows, groups, 16] to [rows, groups * 32]: the low halves of a group's bytes come first."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1).flatten(1)
+    rows, groups, half = packed.shape
+    integers = torch.empty(rows, groups, 2, half, dtype=torch.uint8)
+    torch.bitwise_and(packed, 15, out=integers[:, :, 0])
+    torch.bitwise_right_shift(packed, 4, out=integers[:, :, 1])
+    return integers.view(rows, -1)
 
 
 _BLOCK_READERS: Mapping[gguf.GGMLQuantizationType, Callable[[Tensor], Int8Weight | Int4Weight]] = {
