@@ -80,7 +80,7 @@ def _load_kernels(config: Config, resolved: Resolved, cache_dir: Path, on_progre
         return reference
     try:
         return cpu_kernels(reference, cache_dir / "kernels", resolved.threads,
-                           lambda: on_progress("compiling", 0, 1, ""))
+                           lambda: on_progress("CPU operations, compiled once for this machine", 0, 1, ""))
     except (NoCompilerError, CompilationError) as error:
         if config.engine.kernels is KernelSet.cpu:
             raise ConfigError("engine.kernels", "cpu", str(error), "or set engine.kernels=reference") from error

@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def _run(process: EngineProcess, order: StartOrder) -> int:
-    process.send(Loading("imports", 0, 1, ""))
+    process.send(Loading("torch", 0, 1, ""))
     # torch takes seconds to import; until here the process has not needed it.
     from servekit.engine.build import build_engine
 
