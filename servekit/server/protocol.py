@@ -197,6 +197,9 @@ REFUSED = {
 STREAM_OPTIONS_WITHOUT_EFFECT = frozenset({"include_obfuscation"})
 """OpenAI pads events by default; here none is padded, asked for or not."""
 
+MESSAGE_FIELDS_WITHOUT_EFFECT = frozenset({"refusal", "annotations"})
+"""What clients send back with an assistant's earlier turn, as they got it."""
+
 OF_GENERATION = frozenset(CompletionBody.__struct_fields__ + ChatBody.__struct_fields__)
 """Fields of one endpoint: honoured there, refused at the other."""
 
@@ -210,6 +213,7 @@ def parse(kind: type[Body], data: dict[str, Any], unknown: UnknownFields) -> Bod
         _check_other(name, data[name], known, unknown)
     if issubclass(kind, GenerationBody):
         _check_stream_options(data, unknown)
+        _check_messages(data, unknown)
     given = {name: value for name, value in data.items() if value is not None}
     try:
         return msgspec.convert(given, kind)
@@ -244,6 +248,16 @@ def _check_stream_options(data: dict[str, Any], unknown: UnknownFields) -> None:
     known = set(StreamOptions.__struct_fields__)
     for name in options.keys() - known - STREAM_OPTIONS_WITHOUT_EFFECT:
         _tell_unknown(name, "stream_options.", known, unknown)
+
+
+def _check_messages(data: dict[str, Any], unknown: UnknownFields) -> None:
+    """Look for fields of a turn that do not exist; what is not a list of turns is refused with the types."""
+    messages = data.get("messages")
+    known = set(Message.__struct_fields__)
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        given = {name for name, value in message.items() if value is not None} if isinstance(message, dict) else set()
+        for name in given - known - MESSAGE_FIELDS_WITHOUT_EFFECT:
+            _tell_unknown(name, f"messages[{index}].", known, unknown)
 
 
 def _tell_unknown(name: str, place: str, known: set[str], unknown: UnknownFields) -> None:

@@ -294,6 +294,23 @@ def test_options_of_a_stream_that_do_not_exist(server: LiveServer, caplog: pytes
         assert streamed(strict, include_usage=True, include_obfuscation=True) == 200
 
 
+def test_fields_of_a_message_that_do_not_exist(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    def body(**fields: object) -> dict[str, object]:
+        return {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y", **fields}],
+                "max_tokens": 1}
+
+    def status(**fields: object) -> int:
+        return request(server, "/v1/chat/completions", json.dumps(body(**fields)).encode())[0]
+
+    assert status(refusal=None, annotations=[], audio=None) == 200
+    assert "no such field" not in caplog.text
+    assert status(contents="z") == 200
+    assert "messages[1].contents: no such field; did you mean content?" in caplog.text
+    with live_server(fake_config(unknown_fields=UnknownFields.refuse)) as strict:
+        error = refused(strict, body(contents="z"), "/v1/chat/completions")
+        assert (error["param"], error["code"]) == ("messages[1].contents", "unknown_parameter")
+
+
 def test_bad_requests_do_not_disturb_others(server: LiveServer) -> None:
     server.engine.script = lambda _: Script(delay_s=0.005)
     answers: list[Reply] = []
