@@ -32,7 +32,7 @@ def test_malformed_bodies_are_the_clients_mistake(roomy: Served, path: str, body
 
 @pytest.mark.parametrize(("headers", "body", "status"), [
     ({"content-type": "text/plain"}, GOOD, 415), ({"content-type": "application/x-www-form-urlencoded"}, GOOD, 415),
-    ({"content-encoding": "gzip"}, gzip.compress(GOOD), 415),
+    ({"content-encoding": "gzip"}, gzip.compress(GOOD, mtime=0), 415),
     ({"content-type": "application/json; charset=utf-8"}, GOOD, 200)], ids=str)
 def test_bodies_of_other_kinds(roomy: Served, headers: dict[str, str], body: bytes, status: int) -> None:
     """G12: a wrong media type or a compressed body is named, not guessed."""
