@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from servekit.kernels.int8_linear import Int8Weight
 from servekit.model.decoder import DecoderWeights, LayerWeights, Linear
 from servekit.model.local import ModelFileError
 from servekit.model.spec import ModelSpec, tensor_shapes
+
+Integers = TypeVar("Integers", Int8Weight, Int4Weight)
 
 
 @dataclass(frozen=True)
@@ -134,27 +136,23 @@ class _Assembler:
                 return self._kernels.dense(self._fused(names))
 
     def _int8(self, names: list[str]) -> Product:
-        stored = [self._source.read_integers(name) for name in names]
-        parts = [part for part in stored if isinstance(part, Int8Weight)]
-        if len(parts) < len(names):
-            parts = [int8_linear.quantize(self._source.read(name)) for name in names]
-        self._count(names)
-        return self._kernels.int8(Int8Weight(*(self._joined(part) for part in zip(*map(_fields, parts), strict=True))))
+        return self._kernels.int8(self._integers(names, Int8Weight, int8_linear.quantize))
 
     def _int4(self, names: list[str]) -> Product:
         columns = self._source.tensors[names[0]].shape[1]
         require(columns % int4_linear.GROUP_SIZE == 0, "model.quantization", "int4",
                 f"{names[0]} has {columns} columns, not a multiple of {int4_linear.GROUP_SIZE}",
                 "set model.quantization=int8")
-        stored = [self._source.read_integers(name) for name in names]
-        parts = [part for part in stored if isinstance(part, Int4Weight)]
-        if len(parts) < len(names):
-            parts = [int4_linear.quantize(self._source.read(name)) for name in names]
-        self._count(names)
-        return self._kernels.int4(Int4Weight(*(self._joined(part) for part in zip(*map(_fields, parts), strict=True))))
+        return self._kernels.int4(self._integers(names, Int4Weight, int4_linear.quantize))
 
-    def _joined(self, parts: tuple[Tensor, ...]) -> Tensor:
-        return torch.cat(parts).to(self._device)
+    def _integers(self, names: list[str], kind: type[Integers], quantize: Callable[[Tensor], Integers]) -> Integers:
+        """The matrices below one another: the checkpoint's own integers if all are of this kind, else rounded here."""
+        stored = [self._source.read_integers(name) for name in names]
+        parts = [part for part in stored if isinstance(part, kind)]
+        if len(parts) < len(names):
+            parts = [quantize(self._source.read(name)) for name in names]
+        self._count(names)
+        return kind(*(torch.cat(fields).to(self._device) for fields in zip(*map(_fields, parts), strict=True)))
 
     def _fused(self, names: list[str]) -> Tensor:
         """The tensors below one another, each converted straight into its place."""
