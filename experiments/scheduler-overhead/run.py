@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from servekit.config.schema import OnDemandAdmissionConfig, SchedulerConfig
+from servekit.config.admission import OnDemandAdmissionConfig
+from servekit.config.schema import SchedulerConfig
 from servekit.core.build import build_scheduler
 from servekit.core.plan import Plan, Sampled, StepResult
 from servekit.core.request import RequestId, RequestSpec, SamplingParams

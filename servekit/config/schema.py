@@ -8,11 +8,17 @@ one component cannot be given to another.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from servekit.config.errors import ConfigError, require
+from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
+from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig
+from servekit.config.checks import at_least, fraction
+from servekit.config.errors import require
+from servekit.config.policy import FifoPolicyConfig, PolicyConfig
+from servekit.config.preemption import PreemptionConfig, RecomputePreemptionConfig
+from servekit.config.prefill import ChunkedPrefillConfig, PrefillConfig
+from servekit.config.prefix_cache import HashPrefixCacheConfig, PrefixCacheConfig
 
 
 class Device(Enum):
@@ -78,18 +84,6 @@ class LogFormat(Enum):
     json = "json"
 
 
-def _at_least(section: str, name: str, value: float | None, minimum: float, default: object) -> None:
-    if value is not None:
-        require(minimum <= value < math.inf, f"{section}.{name}", value, f"must be a number of at least {minimum}",
-                f"the default is {section}.{name}={default if default is not None else 'null'}")
-
-
-def _fraction(section: str, name: str, value: float | None, low: float, high: float) -> None:
-    if value is not None:
-        require(low <= value <= high, f"{section}.{name}", value, f"must lie between {low} and {high}",
-                f"set {section}.{name} to a share such as {min(high, max(low, 0.1))}")
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model is served and in which precision."""
@@ -119,7 +113,7 @@ class ModelConfig:
     """Seed of the random weights of a `dummy:` source."""
 
     def __post_init__(self) -> None:
-        _at_least("model", "max_model_len", self.max_model_len, 2, None)
+        at_least("model", "max_model_len", self.max_model_len, 2, None)
         require(self.source != "", "model.source", self.source, "must not be empty",
                 "name a folder, a .gguf file, hf:org/name or dummy:<shape>, or choose model=smollm2-135m")
 
@@ -146,11 +140,11 @@ class EngineConfig:
     """Longest time from the start of the engine process to its readiness, in seconds."""
 
     def __post_init__(self) -> None:
-        _at_least("engine", "threads", self.threads, 1, None)
-        _at_least("engine", "max_restarts", self.max_restarts, 0, 3)
-        _at_least("engine", "restart_window_s", self.restart_window_s, 1, 300)
-        _at_least("engine", "heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 30)
-        _at_least("engine", "startup_timeout_s", self.startup_timeout_s, 1, 1800)
+        at_least("engine", "threads", self.threads, 1, None)
+        at_least("engine", "max_restarts", self.max_restarts, 0, 3)
+        at_least("engine", "restart_window_s", self.restart_window_s, 1, 300)
+        at_least("engine", "heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 30)
+        at_least("engine", "startup_timeout_s", self.startup_timeout_s, 1, 1800)
 
 
 @dataclass(frozen=True)
@@ -169,187 +163,10 @@ class MemoryConfig:
     """Number format of the KV cache; `auto` is bfloat16 beside quantised weights, else the model's."""
 
     def __post_init__(self) -> None:
-        _at_least("memory", "block_size_tokens", self.block_size_tokens, 1, 16)
-        _at_least("memory", "num_kv_blocks", self.num_kv_blocks, 1, None)
-        _fraction("memory", "memory_fraction", self.memory_fraction, 0.01, 1.0)
-        _fraction("memory", "headroom", self.headroom, 0.0, 0.9)
-
-
-class Batching(Enum):
-    """When waiting requests may join the running batch."""
-
-    continuous = "continuous"
-
-
-class Policy(Enum):
-    """In which order waiting requests are admitted."""
-
-    fifo = "fifo"
-
-
-class Prefill(Enum):
-    """How prompts share steps with decodes."""
-
-    chunked = "chunked"
-
-
-class Preemption(Enum):
-    """What happens to a running request whose next token has no KV block."""
-
-    recompute = "recompute"
-
-
-class PrefixCache(Enum):
-    """How KV blocks of equal prefixes are found again."""
-
-    none = "none"
-    hash = "hash"
-
-
-class Admission(Enum):
-    """How much KV memory a request must find free before it may start."""
-
-    on_demand = "on_demand"
-
-
-def _fixed_kind(group: str, given: Enum, own: Enum) -> None:
-    """A component's kind follows from its group choice and cannot be set on its own."""
-    if given is not own:
-        raise ConfigError(f"scheduler.{group}.kind", given.value, f"these are the options of {own.value}",
-                          f"choose the component with scheduler/{group}={given.value}")
-
-
-@dataclass(frozen=True)
-class BatchingConfig:
-    """Base of the batching components."""
-
-    kind: Batching = Batching.continuous
-    """Which component this is."""
-
-
-@dataclass(frozen=True)
-class ContinuousBatchingConfig(BatchingConfig):
-    """Requests join and leave between any two steps (Orca)."""
-
-    def __post_init__(self) -> None:
-        _fixed_kind("batching", self.kind, Batching.continuous)
-
-
-@dataclass(frozen=True)
-class PolicyConfig:
-    """Base of the ordering policies."""
-
-    kind: Policy = Policy.fifo
-    """Which component this is."""
-
-
-@dataclass(frozen=True)
-class FifoPolicyConfig(PolicyConfig):
-    """First come, first served."""
-
-    def __post_init__(self) -> None:
-        _fixed_kind("policy", self.kind, Policy.fifo)
-
-
-@dataclass(frozen=True)
-class PrefillConfig:
-    """Base of the prefill components."""
-
-    kind: Prefill = Prefill.chunked
-    """Which component this is."""
-
-
-@dataclass(frozen=True)
-class ChunkedPrefillConfig(PrefillConfig):
-    """Decodes first, then chunks of prompts up to the step's token budget (Sarathi-Serve)."""
-
-    chunk_tokens: int | None = 256
-    """Most prompt tokens of one request in one step; null: whatever the step's budget leaves."""
-
-    def __post_init__(self) -> None:
-        _fixed_kind("prefill", self.kind, Prefill.chunked)
-        _at_least("scheduler.prefill", "chunk_tokens", self.chunk_tokens, 1, 256)
-
-
-@dataclass(frozen=True)
-class PreemptionConfig:
-    """Base of the preemption components."""
-
-    kind: Preemption = Preemption.recompute
-    """Which component this is."""
-
-
-@dataclass(frozen=True)
-class RecomputePreemptionConfig(PreemptionConfig):
-    """The newest running request gives its blocks back and is computed again later."""
-
-    def __post_init__(self) -> None:
-        _fixed_kind("preemption", self.kind, Preemption.recompute)
-
-
-@dataclass(frozen=True)
-class PrefixCacheConfig:
-    """Base of the prefix caches."""
-
-    kind: PrefixCache = PrefixCache.hash
-    """Which component this is."""
-
-
-@dataclass(frozen=True)
-class NoPrefixCacheConfig(PrefixCacheConfig):
-    """Every prompt is computed from its first token."""
-
-    kind: PrefixCache = PrefixCache.none
-    """Which component this is."""
-
-    def __post_init__(self) -> None:
-        _fixed_kind("prefix_cache", self.kind, PrefixCache.none)
-
-
-@dataclass(frozen=True)
-class HashPrefixCacheConfig(PrefixCacheConfig):
-    """Full blocks are found by a hash chain over their tokens, evicted least recently used first."""
-
-    def __post_init__(self) -> None:
-        _fixed_kind("prefix_cache", self.kind, PrefixCache.hash)
-
-
-@dataclass(frozen=True)
-class AdmissionConfig:
-    """Base of the admission rules; the limits hold for every rule."""
-
-    kind: Admission = Admission.on_demand
-    """Which component this is."""
-    max_queue_requests: int | None = 512
-    """Requests that may wait beyond those that a free slot awaits; more are refused with 503. null: no limit."""
-    max_queue_tokens: int | None = None
-    """Prompt tokens that may wait; more are refused with 503. null: no limit."""
-    queue_timeout_s: float | None = 60.0
-    """Longest wait for the first step, in seconds. null: no limit."""
-    request_timeout_s: float | None = 300.0
-    """Longest time from arrival to the last token, in seconds. null: no limit."""
-
-    def __post_init__(self) -> None:
-        section = "scheduler.admission"
-        _at_least(section, "max_queue_requests", self.max_queue_requests, 1, 512)
-        _at_least(section, "max_queue_tokens", self.max_queue_tokens, 1, None)
-        for name in ("queue_timeout_s", "request_timeout_s"):
-            value = getattr(self, name)
-            require(value is None or 0 < value < math.inf, f"{section}.{name}", value, "must be greater than 0",
-                    f"set {section}.{name}=null for no limit")
-
-
-@dataclass(frozen=True)
-class OnDemandAdmissionConfig(AdmissionConfig):
-    """A request starts as soon as its prompt's blocks fit beside a small reserve."""
-
-    watermark: float = 0.01
-    """Share of the KV blocks that admission leaves free for requests already running."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _fixed_kind("admission", self.kind, Admission.on_demand)
-        _fraction("scheduler.admission", "watermark", self.watermark, 0.0, 0.5)
+        at_least("memory", "block_size_tokens", self.block_size_tokens, 1, 16)
+        at_least("memory", "num_kv_blocks", self.num_kv_blocks, 1, None)
+        fraction("memory", "memory_fraction", self.memory_fraction, 0.01, 1.0)
+        fraction("memory", "headroom", self.headroom, 0.0, 0.9)
 
 
 @dataclass(frozen=True)
@@ -374,8 +191,8 @@ class SchedulerConfig:
     """Which requests are accepted and how long they may take."""
 
     def __post_init__(self) -> None:
-        _at_least("scheduler", "max_num_seqs", self.max_num_seqs, 1, 128)
-        _at_least("scheduler", "max_step_tokens", self.max_step_tokens, 1, 512)
+        at_least("scheduler", "max_num_seqs", self.max_num_seqs, 1, 128)
+        at_least("scheduler", "max_step_tokens", self.max_step_tokens, 1, 512)
         require(self.max_step_tokens >= self.max_num_seqs, "scheduler.max_step_tokens", self.max_step_tokens,
                 f"must be at least scheduler.max_num_seqs={self.max_num_seqs}, since each running request decodes "
                 "one token a step", f"set scheduler.max_step_tokens={self.max_num_seqs} or lower "
@@ -417,11 +234,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "server.port", self.port, "must lie between 0 and 65535",
                 "0 takes any free port")
-        _at_least("server", "drain_timeout_s", self.drain_timeout_s, 0, 30)
-        _at_least("server", "stats_interval_s", self.stats_interval_s, 0.1, 10)
-        _at_least("server", "max_body_bytes", self.max_body_bytes, 1024, 16777216)
-        _at_least("server", "max_choices", self.max_choices, 1, 128)
-        _at_least("server", "max_logprobs", self.max_logprobs, 0, 20)
+        at_least("server", "drain_timeout_s", self.drain_timeout_s, 0, 30)
+        at_least("server", "stats_interval_s", self.stats_interval_s, 0.1, 10)
+        at_least("server", "max_body_bytes", self.max_body_bytes, 1024, 16777216)
+        at_least("server", "max_choices", self.max_choices, 1, 128)
+        at_least("server", "max_logprobs", self.max_logprobs, 0, 20)
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from servekit.config.schema import (
-    AdmissionConfig,
-    BatchingConfig,
-    ChunkedPrefillConfig,
-    ContinuousBatchingConfig,
-    FifoPolicyConfig,
-    HashPrefixCacheConfig,
-    NoPrefixCacheConfig,
-    OnDemandAdmissionConfig,
-    PolicyConfig,
-    PreemptionConfig,
-    PrefillConfig,
-    PrefixCacheConfig,
-    RecomputePreemptionConfig,
-    SchedulerConfig,
-)
+from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
+from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig
+from servekit.config.policy import FifoPolicyConfig, PolicyConfig
+from servekit.config.preemption import PreemptionConfig, RecomputePreemptionConfig
+from servekit.config.prefill import ChunkedPrefillConfig, PrefillConfig
+from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig, PrefixCacheConfig
+from servekit.config.schema import SchedulerConfig
 from servekit.core.admission import Admission, OnDemandAdmission, QueueLimits
 from servekit.core.batching import Batching, ContinuousBatching
 from servekit.core.kv import KVManager

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from servekit.config.schema import Config, GenerationDefaults, Policy
+from servekit.config.policy import Policy
+from servekit.config.schema import Config, GenerationDefaults
 from servekit.core.request import RequestId, RequestSpec, SamplingParams
 from servekit.model.chat_template import ChatTemplate, ChatTemplateError
 from servekit.model.tokenizer import Tokenizer

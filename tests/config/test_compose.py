@@ -15,9 +15,10 @@ from servekit.config.compose import compose, compose_bench, compose_serve, to_ya
 from servekit.config.describe import COMPONENT_KIND, PRESET, Choice, Key, Required, Root
 from servekit.config.errors import ConfigError, show
 from servekit.config.origin import Composed, Layer
+from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig
 from servekit.config.resolve import as_dict, flatten
 from servekit.config.roots import bench_root, serve_root
-from servekit.config.schema import Config, HashPrefixCacheConfig, NoPrefixCacheConfig
+from servekit.config.schema import Config
 
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 

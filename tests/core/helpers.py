@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from servekit.config.schema import (
-    AdmissionConfig,
-    ChunkedPrefillConfig,
-    HashPrefixCacheConfig,
-    NoPrefixCacheConfig,
-    OnDemandAdmissionConfig,
-    PrefixCacheConfig,
-    SchedulerConfig,
-)
+from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
+from servekit.config.prefill import ChunkedPrefillConfig
+from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig, PrefixCacheConfig
+from servekit.config.schema import SchedulerConfig
 from servekit.core.build import build_scheduler
 from servekit.core.plan import Plan, Sampled, StepResult
 from servekit.core.request import RequestEvent, RequestId, RequestSpec, SamplingParams

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.helpers import BLOCK, Harness, expected_tokens, make_scheduler, make_spec
-from servekit.config.schema import OnDemandAdmissionConfig
+from servekit.config.admission import OnDemandAdmissionConfig
 from servekit.core.plan import Plan
 from servekit.core.request import RequestSpec, Status
 

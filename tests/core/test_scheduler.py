@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.helpers import Harness, answer, expected_tokens, make_scheduler, make_spec
-from servekit.config.schema import OnDemandAdmissionConfig
+from servekit.config.admission import OnDemandAdmissionConfig
 from servekit.core.plan import Bound, Plan, StepResult
 from servekit.core.request import FinishReason, RequestId
 

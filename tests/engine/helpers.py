@@ -9,19 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from servekit.config.schema import (
-    AdmissionConfig,
-    ChunkedPrefillConfig,
-    Config,
-    DType,
-    EngineConfig,
-    HashPrefixCacheConfig,
-    MemoryConfig,
-    ModelConfig,
-    NoPrefixCacheConfig,
-    OnDemandAdmissionConfig,
-    SchedulerConfig,
-)
+from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
+from servekit.config.prefill import ChunkedPrefillConfig
+from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig
+from servekit.config.schema import Config, DType, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from servekit.core.request import RequestEvent, RequestId, RequestSpec, SamplingParams
 from servekit.engine.build import BuiltEngine, build_engine
 from servekit.engine.engine import Engine

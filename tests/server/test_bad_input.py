@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from servekit.config.schema import OnDemandAdmissionConfig, SchedulerConfig, UnknownFields
+from servekit.config.admission import OnDemandAdmissionConfig
+from servekit.config.schema import SchedulerConfig, UnknownFields
 from server.fake_engine import MAX_MODEL_LEN, VOCAB, LiveServer, Script, fake_config, live_server
 from server.raw_http import JSON, Reply, exchange, request
 
