@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from servekit.config.checks import at_least, fixed_kind, fraction
@@ -14,6 +14,25 @@ class Admission(Enum):
     """How much KV memory a request must find free before it may start."""
 
     on_demand = "on_demand"
+
+
+class TimeoutAction(Enum):
+    """What happens to a request that has waited as long as it may."""
+
+    reject = "reject"
+    delay = "delay"
+
+
+@dataclass(frozen=True)
+class ClassLimitsConfig:
+    """Limits of their own for the requests of one class (one priority)."""
+
+    max_queue_requests: int | None = None
+    """Requests of the class that may wait beyond those that a free slot awaits. null: no limit of its own."""
+    queue_timeout_s: float | None = None
+    """Longest wait for the first step, in seconds. null: no limit."""
+    on_timeout: TimeoutAction = TimeoutAction.reject
+    """What happens after it: the request is refused, or waits on behind those of its class that are in time."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +49,10 @@ class AdmissionConfig:
     """Longest wait for the first step, in seconds. null: no limit."""
     request_timeout_s: float | None = 300.0
     """Longest time from arrival to the last token, in seconds. null: no limit."""
+    on_timeout: TimeoutAction = TimeoutAction.reject
+    """What happens after queue_timeout_s: the request is refused, or waits on behind those that are in time."""
+    classes: dict[int, ClassLimitsConfig] = field(default_factory=dict)
+    """Queue limits of single classes, by priority; they take the place of those above."""
 
     def __post_init__(self) -> None:
         section = "scheduler.admission"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from servekit.config.checks import fixed_kind
+from servekit.config.checks import at_least, fixed_kind
 
 
 class PrefixCache(Enum):
@@ -38,5 +38,9 @@ class NoPrefixCacheConfig(PrefixCacheConfig):
 class HashPrefixCacheConfig(PrefixCacheConfig):
     """Full blocks are found by a hash chain over their tokens, evicted least recently used first."""
 
+    share_in_batch_tokens: int | None = 32
+    """A request waits for a prefix of at least this many tokens that another is computing now; null: never."""
+
     def __post_init__(self) -> None:
         fixed_kind("prefix_cache", self.kind, PrefixCache.hash)
+        at_least("scheduler.prefix_cache", "share_in_batch_tokens", self.share_in_batch_tokens, 1, 32)

@@ -9,30 +9,41 @@ from servekit.config.preemption import PreemptionConfig, RecomputePreemptionConf
 from servekit.config.prefill import ChunkedPrefillConfig, PrefillConfig
 from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig, PrefixCacheConfig
 from servekit.config.schema import SchedulerConfig
-from servekit.core.admission import Admission, OnDemandAdmission, QueueLimits
-from servekit.core.batching import Batching, ContinuousBatching
+from servekit.core.admission.base import Admission, ClassLimits, QueueLimits
+from servekit.core.admission.on_demand import OnDemandAdmission
+from servekit.core.batching.base import Batching
+from servekit.core.batching.continuous import ContinuousBatching
 from servekit.core.kv import KVManager
-from servekit.core.policy import FifoPolicy, Policy
-from servekit.core.preemption import Preemption, RecomputePreemption
-from servekit.core.prefill import ChunkedPrefill, Prefill
-from servekit.core.prefix import HashPrefixIndex, NoPrefixIndex, PrefixIndex
+from servekit.core.policy.base import Policy
+from servekit.core.policy.fifo import FifoPolicy
+from servekit.core.preemption.base import Preemption
+from servekit.core.preemption.recompute import RecomputePreemption
+from servekit.core.prefill.base import Prefill
+from servekit.core.prefill.chunked import ChunkedPrefill
+from servekit.core.prefix.base import PrefixIndex
+from servekit.core.prefix.hash import HashPrefixIndex
+from servekit.core.prefix.none import NoPrefixIndex
+from servekit.core.quota import TenantQuotas
 from servekit.core.scheduler import Components, Scheduler
 
 
-def build_scheduler(config: SchedulerConfig, num_kv_blocks: int, block_size_tokens: int,
-                    max_model_len: int) -> Scheduler:
-    """Assemble a scheduler from its configuration and the KV cache that the memory planner found room for."""
-    kv = KVManager(num_kv_blocks, block_size_tokens, build_prefix_index(config.prefix_cache, block_size_tokens))
+def build_scheduler(config: SchedulerConfig, num_kv_blocks: int, block_size_tokens: int, max_model_len: int,
+                    num_host_blocks: int = 0) -> Scheduler:
+    """Assemble a scheduler from its configuration and the KV cache that the memory planner found room for.
+
+    `num_host_blocks` is the room in the host's memory for requests that are swapped out, in KV blocks.
+    """
+    index = build_prefix_index(config.prefix_cache, block_size_tokens)
     components = Components(
         batching=build_batching(config.batching, config.max_num_seqs),
         policy=build_policy(config.policy),
         prefill=build_prefill(config.prefill),
         preemption=build_preemption(config.preemption),
         admission=build_admission(config.admission),
-        limits=QueueLimits(max_requests=config.admission.max_queue_requests,
-                           max_tokens=config.admission.max_queue_tokens,
-                           queue_timeout_s=config.admission.queue_timeout_s,
-                           request_timeout_s=config.admission.request_timeout_s))
+        limits=build_limits(config.admission),
+        quotas=TenantQuotas({}),
+        share_in_batch_tokens=share_in_batch_tokens(config.prefix_cache))
+    kv = KVManager(num_kv_blocks, block_size_tokens, index, num_host_blocks)
     return Scheduler(components, kv, config.max_step_tokens, max_model_len)
 
 
@@ -78,3 +89,14 @@ def build_admission(config: AdmissionConfig) -> Admission:
         case OnDemandAdmissionConfig(watermark=watermark):
             return OnDemandAdmission(watermark)
     raise TypeError(f"no admission rule for {config}")
+
+
+def build_limits(config: AdmissionConfig) -> QueueLimits:
+    classes = {priority: ClassLimits(limits.max_queue_requests, limits.queue_timeout_s, limits.on_timeout)
+               for priority, limits in config.classes.items()}
+    return QueueLimits(config.max_queue_requests, config.max_queue_tokens, config.queue_timeout_s,
+                       config.request_timeout_s, config.on_timeout, classes)
+
+
+def share_in_batch_tokens(config: PrefixCacheConfig) -> int | None:
+    return config.share_in_batch_tokens if isinstance(config, HashPrefixCacheConfig) else None

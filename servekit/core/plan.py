@@ -16,6 +16,10 @@ class Bound(Enum):
     token_budget = "token_budget"
     sequences = "sequences"
     kv_blocks = "kv_blocks"
+    batching = "batching"
+    """Requests wait for their batch: to fill, for its time, or for the running batch to end."""
+    policy = "policy"
+    """Requests wait because of the policy or for a prefix that another request is computing."""
 
 
 class PlanItem(NamedTuple):
@@ -26,6 +30,31 @@ class PlanItem(NamedTuple):
     num_tokens: int
     samples: bool
     """Whether these are its last uncomputed tokens, so that the next token is sampled."""
+
+
+class BlockCopy(NamedTuple):
+    """A KV block to copy between the device and the host's memory, all layers of it."""
+
+    source: int
+    target: int
+
+
+class PreemptionKind(Enum):
+    """What became of the keys and values of a preempted request."""
+
+    recompute = "recompute"
+    """Given up: they are computed again."""
+    swap = "swap"
+    """Copied to the host's memory."""
+    pause = "pause"
+    """Kept on the device: it lost its slot only."""
+
+
+class Preempted(NamedTuple):
+    """A request that stopped running in this step."""
+
+    request: Request
+    kind: PreemptionKind
 
 
 class Ending(NamedTuple):
@@ -41,15 +70,24 @@ class Plan:
     """Everything one step does, decided before any of it happens."""
 
     items: tuple[PlanItem, ...]
-    """In the order of the batch: decodes first, then prompt chunks."""
+    """In the order of the batch: decodes, running prompts, new requests."""
     num_tokens: int
     """Sum of the items' tokens."""
-    preempted: tuple[Request, ...] = ()
+    preempted: tuple[Preempted, ...] = ()
+    swap_out: tuple[BlockCopy, ...] = ()
+    """From device blocks to host blocks: done before anything else, since the device blocks may be in use again."""
+    swap_in: tuple[BlockCopy, ...] = ()
+    """From host blocks to device blocks: done after `swap_out` and before the items."""
     ended: tuple[Ending, ...] = ()
     """Timeouts and refusals found while planning."""
     bound: Bound = Bound.nothing_waiting
     wake_s: float | None = None
     """For an empty plan: when scheduling again may find work, on the caller's clock; None: on an arrival."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the executor has anything to do."""
+        return bool(self.items or self.swap_out or self.swap_in)
 
 
 class Sampled(NamedTuple):

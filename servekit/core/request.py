@@ -24,6 +24,8 @@ class FinishReason(Enum):
     """It took longer than scheduler.admission.request_timeout_s or its own deadline."""
     queue_full = "queue_full"
     """Refused on arrival: the queue is at its limit."""
+    over_quota = "over_quota"
+    """Refused on arrival: its tenant has used up its tokens for now (a hard quota)."""
     too_long = "too_long"
     """Refused on arrival: it can never fit the model's length or the KV cache."""
     shutdown = "shutdown"
@@ -78,6 +80,10 @@ class RequestSpec:
     """Requests share cached prefixes only with requests of the same salt."""
     timeout_s: float | None = None
     """This request's own time limit; it can only shorten the configured one."""
+    queue_timeout_s: float | None = None
+    """This request's own limit on the wait for its first step; it can only shorten the configured one."""
+    predicted_output_tokens: int | None = None
+    """How many tokens the client expects; policies that order by length may use it."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -112,6 +118,8 @@ class RequestEvent(NamedTuple):
     """When the request was first part of a plan; set with the first token."""
     num_preemptions: int = 0
     """How often it has been preempted so far."""
+    retry_after_s: float | None = None
+    """For a refusal that passes: after how many seconds it may be tried again."""
     at_s: float = 0.0
     """When the step that produced it ended, on the engine's clock (time.monotonic)."""
 
@@ -132,10 +140,10 @@ class Request:
     `num_tokens`. A request whose computed count reaches `num_tokens` gets its next token sampled.
     """
 
-    __slots__ = ("arrived_s", "block_ids", "max_total_tokens", "num_cached_tokens", "num_computed", "num_lost",
-                 "num_preemptions", "num_prompt", "num_registered_blocks", "prefix_hashes", "prompt_logprobs",
-                 "request_id", "sampling", "scheduled_s", "sequence_number", "spec", "status", "stop_token_ids",
-                 "token_ids")
+    __slots__ = ("arrived_s", "block_ids", "host_block_ids", "is_late", "max_total_tokens", "num_cached_tokens",
+                 "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_registered_blocks",
+                 "prefix_hashes", "priority", "prompt_logprobs", "request_id", "sampling", "scheduled_s",
+                 "sequence_number", "spec", "status", "stop_token_ids", "tenant", "token_ids")
 
     def __init__(self, spec: RequestSpec, max_model_len: int) -> None:
         self.spec = spec
@@ -146,11 +154,19 @@ class Request:
         self.max_total_tokens = min(max_model_len, self.num_prompt + spec.sampling.max_tokens)
         self.stop_token_ids = frozenset(spec.sampling.stop_token_ids)
         self.arrived_s = spec.arrived_s
+        self.tenant = spec.tenant
+        self.priority = spec.priority
+        """Its class: lower is sooner."""
+        self.is_late = False
+        """Its queue timeout has passed, and it waits behind those of its class that are in time."""
         self.sequence_number = -1
         """Order of arrival in the scheduler; breaks ties."""
         self.status = Status.waiting
         self.num_computed = 0
         self.block_ids: list[int] = []
+        """KV blocks on the device. A waiting request may keep them (it is paused) until another needs the room."""
+        self.host_block_ids: list[int] = []
+        """Blocks in the host's memory that hold its `num_computed` tokens while it is swapped out."""
         self.prefix_hashes: list[bytes] = []
         """Chain hash of each full block of `token_ids` hashed so far."""
         self.num_registered_blocks = 0
@@ -169,6 +185,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt plus output tokens so far."""
         return len(self.token_ids)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has been part of a plan."""
+        return self.scheduled_s is not None
 
     @property
     def num_output(self) -> int:

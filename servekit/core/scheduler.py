@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from servekit.core.admission import Admission, QueueLimits
-from servekit.core.batching import Batching
+from servekit.config.admission import TimeoutAction
+from servekit.core.admission.base import Admission, QueueLimits
+from servekit.core.batching.base import Batching
 from servekit.core.kv import KVManager
-from servekit.core.plan import Bound, Ending, Plan, PlanItem, Sampled, StepResult
-from servekit.core.policy import Policy, WaitingQueue, last_in_order
-from servekit.core.preemption import Preemption
-from servekit.core.prefill import Prefill
+from servekit.core.plan import (
+    BlockCopy,
+    Bound,
+    Ending,
+    Plan,
+    PlanItem,
+    Preempted,
+    PreemptionKind,
+    Sampled,
+    StepResult,
+)
+from servekit.core.policy.base import Policy
+from servekit.core.preemption.base import Preemption
+from servekit.core.prefill.base import Prefill, Turn
+from servekit.core.quota import TenantQuotas
 from servekit.core.request import (
     FinishReason,
     Request,
@@ -25,6 +38,9 @@ from servekit.core.request import (
     TokenLogprobs,
 )
 from servekit.core.stats import SchedulerStats
+
+_LOOKAHEAD = 64
+"""Requests that one step passes over, at most, in search of one that may start."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,36 @@ class Components:
     preemption: Preemption
     admission: Admission
     limits: QueueLimits
+    quotas: TenantQuotas
+    share_in_batch_tokens: int | None = None
+    """A request waits for a prefix of at least this length that a running one is computing; None: it never waits."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    """Tokens that the step has left."""
+    items: list[PlanItem] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    wake_s: float | None = None
+    memory_ran_out: bool = False
+    """A running request had to give way to another: nothing is admitted on top."""
+
+    def add(self, item: PlanItem) -> None:
+        self.items.append(item)
+        self.budget -= item.num_tokens
+
+    def drop(self, request: Request) -> None:
+        """The request computes nothing in this step after all."""
+        dropped = sum(item.num_tokens for item in self.items if item.request is request)
+        if dropped:
+            self.items = [item for item in self.items if item.request is not request]
+            self.budget += dropped
 
 
 class Scheduler:
@@ -44,7 +90,9 @@ class Scheduler:
 
     There are no phases: each running request has tokens whose keys and values are not computed yet, one when it
     decodes and many when it is new, resumed or in the middle of its prompt, and a plan is an ordered list of
-    (request, number of tokens). Decodes are charged first, then running prompts, then new requests.
+    (request, number of tokens). The components decide: prefill whether a step begins with decodes or prompts, batching
+    how many requests may join, policy which ones, admission whether their KV blocks are free, preemption who gives
+    way when blocks run out.
 
     The caller passes the time, in seconds on any clock that never goes back. Every accepted request ends with
     exactly one event that has a `finish`; so does every refused one.
@@ -56,10 +104,18 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_model_len = max_model_len
         self._requests: dict[RequestId, Request] = {}
-        self._waiting = WaitingQueue(components.policy)
+        self._waiting = components.policy
         self._running: list[Request] = []
         """In order of admission."""
+        self._paused: list[Request] = []
+        """Waiting requests that lost their slot and kept their blocks."""
         self._num_waiting_tokens = 0
+        self._num_waiting_of: Counter[int] = Counter()
+        """Waiting requests by class."""
+        self._held: dict[RequestId, list[RequestEvent]] = {}
+        """Events that batching holds back until the batch is done."""
+        self._planned_s = 0.0
+        """When the last step was planned."""
         self._deadlines: list[_Deadline] = []
         """Heap of times at which a request may have to end; ids of requests that are gone are skipped."""
         self._deadline_numbers = itertools.count()
@@ -81,7 +137,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._held)
 
     @property
     def kv(self) -> KVManager:
@@ -93,22 +149,24 @@ class Scheduler:
         """Queue requests, all or none. Returns one refusal for each of them, or nothing when they are accepted."""
         for spec in specs:
             assert spec.request_id not in self._requests, f"request id {spec.request_id} is in use"
-        refusal = self._refusal(specs)
+        refusal = self._refusal(specs, now)
         if refusal is not None:
-            reason, message = refusal
-            self.stats.refused[reason.value] += len(specs)
-            return [RequestEvent(spec.request_id, finish=reason, message=message, at_s=now) for spec in specs]
+            self.stats.refused[refusal.reason.value] += len(specs)
+            return [RequestEvent(spec.request_id, finish=refusal.reason, message=refusal.message,
+                                 retry_after_s=refusal.retry_after_s, at_s=now) for spec in specs]
         for spec in specs:
-            self._accept(Request(spec, self._max_model_len))
+            self._accept(Request(spec, self._max_model_len), now)
         return []
 
     def abort(self, request_ids: Iterable[RequestId], now: float, reason: FinishReason = FinishReason.abort,
               message: str = "") -> list[RequestEvent]:
         """End requests wherever they are and free what they hold; ids that are not here are ignored."""
+        request_ids = list(request_ids)
         found = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         for request in found:
-            self._remove(request)
-        return [_closing(request, reason, message, now) for request in found]
+            self._remove(request, now)
+        events = [_closing(request, reason, message, now) for request in found]
+        return self._give_out(events, now) if self._held else events
 
     def abort_all(self, now: float, reason: FinishReason, message: str) -> list[RequestEvent]:
         """End every request that is here."""
@@ -119,20 +177,23 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Decide the next step at time `now`: what is computed, who gives way, who is out of time."""
         ended = self._expire(now)
-        decodes, prompts, preempted = self._secure_running()
-        budget = self._max_step_tokens - len(decodes)
-        items = [PlanItem(request, request.num_computed, 1, True) for request in decodes]
-        budget -= self._plan_prompts(prompts, budget, items)
-        bound = Bound.kv_blocks if preempted else self._admit(budget, items, now)
-        if items:
-            self.stats.num_steps += 1
-            self.stats.bound[bound.value] += 1
-        return Plan(items=tuple(items), num_tokens=sum(item.num_tokens for item in items),
-                    preempted=tuple(preempted), ended=tuple(ended), bound=bound, wake_s=self._next_deadline())
+        draft = _Draft(self._max_step_tokens)
+        decodes, prompts = self._split_running()
+        turn = self._parts.prefill.turn(len(decodes), len(prompts), len(self._waiting))
+        bound = Bound.nothing_waiting
+        if turn is not Turn.prompts:
+            self._plan_decodes(decodes, draft, now)
+        if turn is not Turn.decodes or not draft.items:
+            bound = self._plan_prompts(prompts, draft, now)
+        if turn is Turn.prompts and not draft.items:
+            self._plan_decodes(decodes, draft, now)
+        self._resolve_deadlock(decodes, draft, now)
+        return self._plan(draft, ended, bound, now)
 
     def update(self, plan: Plan, result: StepResult, now: float) -> list[RequestEvent]:
         """Book what the executor computed for `plan` by time `now`; returns what the clients get to hear."""
         events = [_closing(*ending, now) for ending in plan.ended]
+        self._kv.copies_done()
         stats, register, sampled_by = self.stats, self._kv.register, result.sampled
         num_sampled = num_prompt_tokens = 0
         finished: list[Request] = []
@@ -157,9 +218,11 @@ class Scheduler:
                     finished.append(request)
         stats.generation_tokens += num_sampled
         stats.prompt_tokens += num_prompt_tokens
+        self._parts.policy.stepped(plan.items, now - self._planned_s, now)
+        self._parts.quotas.stepped(plan.items, now)
         if finished:
-            self._retire(finished)
-        return events
+            self._retire(finished, now)
+        return self._give_out(events, now) if self._parts.batching.holds_answers else events
 
     def reset_prefix_cache(self) -> int:
         """Forget cached prefixes that no request holds; returns the number of blocks forgotten."""
@@ -176,169 +239,346 @@ class Scheduler:
         assert len(waiting) == len(self._waiting), "a waiting request is not in the queue"
         for request in waiting:
             assert request in self._waiting, f"{request} is not in the queue"
-            assert not request.block_ids, f"{request} waits and holds blocks"
+            assert bool(request.block_ids) == (request in self._paused), f"{request} waits and holds blocks"
+        assert all(request in self._waiting for request in self._paused), "a paused request does not wait"
         assert len(waiting) + len(self._running) == len(self._requests), "a request is neither waiting nor running"
         assert self._num_waiting_tokens == sum(request.num_tokens for request in waiting), "waiting tokens drift"
-        self._kv.check(self._running)
+        assert +self._num_waiting_of == Counter(request.priority for request in waiting), "waiting classes drift"
+        self._waiting.check()
+        self._kv.check(self._requests.values())
 
     # Arrival.
 
-    def _refusal(self, specs: Sequence[RequestSpec]) -> tuple[FinishReason, str] | None:
+    def _refusal(self, specs: Sequence[RequestSpec], now: float) -> _Refusal | None:
         limits = self._parts.limits
         for spec in specs:
             if len(spec.prompt_token_ids) >= self._max_model_len:
-                return FinishReason.too_long, (
+                return _Refusal(FinishReason.too_long, (
                     f"the prompt has {len(spec.prompt_token_ids)} tokens and the model's length is "
-                    f"{self._max_model_len}, prompt and output together; shorten the prompt")
+                    f"{self._max_model_len}, prompt and output together; shorten the prompt"))
+            retry_after_s = self._parts.quotas.refused_for_s(spec.tenant, now)
+            if retry_after_s is not None:
+                return _Refusal(FinishReason.over_quota, (
+                    f"tenant {spec.tenant!r} has used more than its "
+                    f"{self._parts.quotas.rate_of(spec.tenant):g} tokens per second; try again in "
+                    f"{retry_after_s:.1f} s"), retry_after_s)
         slots = max(0, self._parts.batching.free_slots(len(self._running)))
         if limits.max_requests is not None and len(self._waiting) + len(specs) > limits.max_requests + slots:
-            return FinishReason.queue_full, (
+            return _Refusal(FinishReason.queue_full, (
                 f"{len(self._waiting)} requests wait, {slots} more could start, this adds {len(specs)}, and the limit "
-                f"is scheduler.admission.max_queue_requests={limits.max_requests}; try again later")
+                f"is scheduler.admission.max_queue_requests={limits.max_requests}; try again later"))
         num_tokens = sum(len(spec.prompt_token_ids) for spec in specs)
         if limits.max_tokens is not None and self._num_waiting_tokens + num_tokens > limits.max_tokens:
-            return FinishReason.queue_full, (
+            return _Refusal(FinishReason.queue_full, (
                 f"{self._num_waiting_tokens} tokens wait, this adds {num_tokens}, and the limit is "
-                f"scheduler.admission.max_queue_tokens={limits.max_tokens}; try again later")
+                f"scheduler.admission.max_queue_tokens={limits.max_tokens}; try again later"))
+        return self._class_refusal(specs, slots)
+
+    def _class_refusal(self, specs: Sequence[RequestSpec], slots: int) -> _Refusal | None:
+        for priority, adds in Counter(spec.priority for spec in specs).items():
+            limits = self._parts.limits.classes.get(priority)
+            if limits is None or limits.max_requests is None:
+                continue
+            waiting = self._num_waiting_of[priority]
+            if waiting + adds > limits.max_requests + slots:
+                return _Refusal(FinishReason.queue_full, (
+                    f"{waiting} requests of class {priority} wait, {slots} more could start, this adds {adds}, and the "
+                    f"limit is scheduler.admission.classes.{priority}.max_queue_requests={limits.max_requests}; "
+                    "try again later"))
         return None
 
-    def _accept(self, request: Request) -> None:
+    def _accept(self, request: Request, now: float) -> None:
         request.sequence_number = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request
-        self._enqueue(request)
-        limits = self._parts.limits
-        if limits.queue_timeout_s is not None:
-            self._set_deadline(request, limits.queue_timeout_s, FinishReason.queue_timeout)
-        timeouts = [t for t in (limits.request_timeout_s, request.spec.timeout_s) if t is not None]
-        if timeouts:
-            self._set_deadline(request, min(timeouts), FinishReason.request_timeout)
+        self._enqueue(request, now)
+        limits, spec = self._parts.limits, request.spec
+        self._set_deadline(request, FinishReason.queue_timeout, limits.queue_timeout_of(request.priority),
+                           spec.queue_timeout_s)
+        self._set_deadline(request, FinishReason.request_timeout, limits.request_timeout_s, spec.timeout_s)
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Request, now: float) -> None:
         request.status = Status.waiting
-        self._waiting.push(request)
+        self._waiting.push(request, now)
         self._num_waiting_tokens += request.num_tokens
+        self._num_waiting_of[request.priority] += 1
 
-    def _dequeue(self, request: Request) -> None:
+    def _leave_queue(self, request: Request) -> None:
         self._waiting.remove(request)
         self._num_waiting_tokens -= request.num_tokens
+        self._num_waiting_of[request.priority] -= 1
 
     # Time.
 
-    def _set_deadline(self, request: Request, after_s: float, reason: FinishReason) -> None:
-        deadline = _Deadline(request.arrived_s + after_s, next(self._deadline_numbers), reason, request.request_id)
-        heapq.heappush(self._deadlines, deadline)
+    def _set_deadline(self, request: Request, reason: FinishReason, *timeouts_s: float | None) -> None:
+        """The shortest of the timeouts that are set holds."""
+        after_s = min((timeout_s for timeout_s in timeouts_s if timeout_s is not None), default=None)
+        if after_s is not None:
+            deadline = _Deadline(request.arrived_s + after_s, next(self._deadline_numbers), reason, request.request_id)
+            heapq.heappush(self._deadlines, deadline)
 
     def _next_deadline(self) -> float | None:
         return self._deadlines[0].at_s if self._deadlines else None
 
     def _expire(self, now: float) -> list[Ending]:
-        """Take out the requests whose time is up."""
+        """Take out the requests whose time is up; those that may be late wait on behind the others."""
         ended = []
         while self._deadlines and self._deadlines[0].at_s <= now:
             _, _, reason, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
-            if request is None or (reason is FinishReason.queue_timeout and request.scheduled_s is not None):
+            if request is None or (reason is FinishReason.queue_timeout and request.has_begun):
                 continue
-            self._remove(request)
+            if reason is FinishReason.queue_timeout and (
+                    self._parts.limits.on_timeout_of(request.priority) is TimeoutAction.delay):
+                self._leave_queue(request)
+                request.is_late = True
+                self._enqueue(request, now)
+                continue
+            self._remove(request, now)
             ended.append(Ending(request, reason, _timeout_message(reason, now - request.arrived_s)))
         return ended
 
     # Planning.
 
-    def _secure_running(self) -> tuple[list[Request], list[Request], list[Request]]:
-        """Split the running requests into decodes, each with room for its token, and prompts; preempt for room.
-
-        Returns decodes, prompts, preempted. The victim is the request that the policy would serve last, be it the
-        one that needs the room; so the first in order always advances, and nothing waits for ever.
-        """
-        block_size, grow = self._kv.block_size_tokens, self._kv.grow
+    def _split_running(self) -> tuple[list[Request], list[Request]]:
+        """Running requests that decode, and those with more than one token to compute."""
         decodes: list[Request] = []
         prompts: list[Request] = []
-        preempted: list[Request] = []
-        for request in list(self._running):
-            if preempted and request.status is not Status.running:
-                continue
+        for request in self._running:
+            (prompts if len(request.token_ids) - request.num_computed > 1 else decodes).append(request)
+        return decodes, prompts
+
+    def _plan_decodes(self, decodes: Sequence[Request], draft: _Draft, now: float) -> None:
+        """One token for each, with room for it; others give way where blocks run out.
+
+        The usual victim is the request that the policy would serve last, be it the one that needs the room; so the
+        first in order always advances, and nothing waits for ever.
+        """
+        block_size, grow, add = self._kv.block_size_tokens, self._kv.grow, draft.items.append
+        waits = self._parts.preemption.waits_for_deadlock
+        num_added = 0
+        for request in decodes:
+            if request.status is not Status.running:
+                continue  # It has given way in this step.
             num_tokens = len(request.token_ids)
-            if num_tokens - request.num_computed > 1:
-                prompts.append(request)
+            if num_tokens > len(request.block_ids) * block_size and not grow(request, num_tokens):
+                if waits or not self._make_room(request, num_tokens, draft, now):
+                    continue
+                add = draft.items.append  # Dropped items made it a new list.
+            add(PlanItem(request, request.num_computed, 1, True))
+            num_added += 1
+        draft.budget -= num_added
+
+    def _make_room(self, request: Request, num_tokens: int, draft: _Draft, now: float) -> bool:
+        """Preempt others until the running request has its block; False when it had to give way itself."""
+        while not self._kv.grow(request, num_tokens):
+            draft.memory_ran_out = True
+            if self._reclaim_paused(draft):
                 continue
-            while num_tokens > len(request.block_ids) * block_size and not grow(request, num_tokens):
-                victim = last_in_order(self._parts.policy, self._running)
-                self._preempt(victim)
-                preempted.append(victim)
-                if victim is request:
-                    break
-            else:
-                decodes.append(request)
-        if preempted:
-            decodes = [request for request in decodes if request.status is Status.running]
-            prompts = [request for request in prompts if request.status is Status.running]
-        return decodes, prompts, preempted
+            victim = self._parts.preemption.victim(self._running, self._parts.policy)
+            self._preempt(victim, draft, now)
+            if victim is request:
+                return False
+        return True
 
-    def _preempt(self, victim: Request) -> None:
-        self._running.remove(victim)
-        self._parts.preemption.preempt(victim, self._kv)
-        victim.num_preemptions += 1
-        self.stats.preemptions += 1
-        self._enqueue(victim)
+    def _resolve_deadlock(self, decodes: Sequence[Request], draft: _Draft, now: float) -> None:
+        """Where nobody gives way for a mere block: somebody does when no running request can go on."""
+        waits = self._parts.preemption.waits_for_deadlock
+        while waits and not draft.items and len(self._running) > 1:
+            self._preempt(self._parts.preemption.victim(self._running, self._parts.policy), draft, now)
+            self._plan_decodes(decodes, draft, now)
 
-    def _plan_prompts(self, prompts: list[Request], budget: int, items: list[PlanItem]) -> int:
-        """Give running prompts their chunks; returns the tokens used."""
-        used = 0
+    def _plan_prompts(self, prompts: Sequence[Request], draft: _Draft, now: float) -> Bound:
+        """Chunks for running prompts, then new requests; returns what kept more from starting."""
         for request in prompts:
-            used += self._plan_chunk(request, budget - used, items)
-        return used
+            if request.status is Status.running:
+                self._plan_chunk(request, draft)
+        return Bound.kv_blocks if draft.memory_ran_out else self._admit(draft, now)
 
-    def _plan_chunk(self, request: Request, budget: int, items: list[PlanItem]) -> int:
+    def _plan_chunk(self, request: Request, draft: _Draft) -> None:
         remaining = request.num_tokens - request.num_computed
-        granted = self._parts.prefill.grant(remaining, budget)
+        granted = self._parts.prefill.grant(remaining, draft.budget)
         if granted:
-            items.append(PlanItem(request, request.num_computed, granted, granted == remaining))
-        return granted
+            draft.add(PlanItem(request, request.num_computed, granted, granted == remaining))
 
-    def _admit(self, budget: int, items: list[PlanItem], now: float) -> Bound:
+    def _admit(self, draft: _Draft, now: float) -> Bound:
         """Start waiting requests in the policy's order until something runs out; returns what did."""
-        slots = self._parts.batching.free_slots(len(self._running))
-        while (request := self._waiting.peek()) is not None:
-            if slots == 0:
-                return Bound.sequences
-            if budget == 0 or self._parts.prefill.grant(request.num_tokens, budget) == 0:
-                return Bound.token_budget
-            if not self._parts.admission.try_start(request, self._kv, len(self._running)):
-                return Bound.kv_blocks
-            self._start(request, now)
-            slots -= 1
-            budget -= self._plan_chunk(request, budget, items)
-        return Bound.token_budget if budget == 0 else Bound.nothing_waiting
+        parts, num_passed_over = self._parts, 0
+        openings = parts.batching.openings(self._waiting, self._running, now)
+        draft.wake_s, slots = openings.wake_s, openings.slots
+        displaced: list[Request] = []
+        bound = Bound.nothing_waiting
+        for request in self._waiting.in_order(now):
+            if draft.budget == 0:
+                bound = Bound.token_budget
+            elif slots == 0 and self._displaced_by(request, now) is None:
+                bound = openings.bound
+            elif not self._may_start(request, max(slots, 1), draft):
+                num_passed_over += 1
+                if num_passed_over < _LOOKAHEAD:
+                    continue
+            elif parts.prefill.grant(request.num_tokens - request.num_computed, draft.budget) == 0:
+                bound = Bound.token_budget
+            else:
+                if slots == 0:
+                    displaced.append(self._pause(self._parts.policy.last(self._running), draft))
+                    slots = 1
+                if self._find_blocks(request, displaced, draft, now):
+                    self._start(request, draft, now)
+                    slots -= 1
+                    continue
+                bound = Bound.kv_blocks
+            break
+        for request in displaced:
+            self._enqueue(request, now)
+        if draft.started:
+            parts.batching.started(draft.started)
+        return Bound.policy if bound is Bound.nothing_waiting and num_passed_over else bound
 
-    def _start(self, request: Request, now: float) -> None:
-        self._dequeue(request)
+    def _may_start(self, request: Request, slots: int, draft: _Draft) -> bool:
+        """Whether policy and prefill let it start now, and no running request is computing what it could share."""
+        parts = self._parts
+        if not (parts.policy.may_start(request, self._running, slots) and parts.prefill.suits(request, draft.items)):
+            return False
+        shared = parts.share_in_batch_tokens
+        return shared is None or request.has_begun or self._kv.awaited_tokens(request) < shared
+
+    def _find_blocks(self, request: Request, displaced: list[Request], draft: _Draft, now: float) -> bool:
+        """Give the request its blocks; paused requests, and running ones that it displaces, make room."""
+        while True:
+            holders = self._running + [paused for paused in self._paused if paused is not request]
+            copies = self._parts.admission.try_start(request, self._kv, holders)
+            if copies is not None:
+                draft.swap_in += copies
+                return True
+            if self._reclaim_paused(draft, sparing=request):
+                continue
+            victim = self._displaced_by(request, now)
+            if victim is None:
+                return False
+            self._stop(victim, draft)
+            self._evict(victim, draft)
+            displaced.append(victim)
+
+    def _pause(self, victim: Request, draft: _Draft) -> Request:
+        """Take a running request's slot and leave it its blocks."""
+        self._stop(victim, draft)
+        self._paused.append(victim)
+        draft.preempted.append(Preempted(victim, PreemptionKind.pause))
+        self.stats.preemptions_by_kind[PreemptionKind.pause.value] += 1
+        return victim
+
+    def _displaced_by(self, request: Request, now: float) -> Request | None:
+        if not self._running:
+            return None
+        victim = self._parts.policy.last(self._running)
+        return victim if self._parts.policy.displaces(request, victim, now) else None
+
+    def _start(self, request: Request, draft: _Draft, now: float) -> None:
+        self._leave_queue(request)
+        if request in self._paused:
+            self._paused.remove(request)
         request.status = Status.running
         self._running.append(request)
-        stats, num_cached = self.stats, request.num_computed
+        draft.started.append(request)
+        self._count_start(request, now)
         if request.scheduled_s is None:
             request.scheduled_s = now
+        self._parts.policy.started(request, now)
+        self._plan_chunk(request, draft)
+
+    def _count_start(self, request: Request, now: float) -> None:
+        stats, num_cached = self.stats, request.num_computed
+        if not request.has_begun:
             request.num_cached_tokens = num_cached
             stats.prefix_queries += request.num_prompt
             stats.cached_tokens += num_cached
         stats.recomputed_tokens += max(0, request.num_lost - num_cached)
         request.num_lost = 0
 
+    def _plan(self, draft: _Draft, ended: list[Ending], bound: Bound, now: float) -> Plan:
+        self._planned_s = now
+        self._parts.prefill.stepped(draft.items)
+        self._parts.admission.stepped(draft.items)
+        self.stats.swapped_out_blocks += len(draft.swap_out)
+        self.stats.swapped_in_blocks += len(draft.swap_in)
+        if draft.items:
+            self.stats.num_steps += 1
+            self.stats.bound[bound.value] += 1
+        wakes = [wake_s for wake_s in (self._next_deadline(), draft.wake_s) if wake_s is not None]
+        return Plan(items=tuple(draft.items), num_tokens=sum(item.num_tokens for item in draft.items),
+                    preempted=tuple(draft.preempted), swap_out=tuple(draft.swap_out), swap_in=tuple(draft.swap_in),
+                    ended=tuple(ended), bound=bound, wake_s=min(wakes, default=None))
+
+    # Giving way.
+
+    def _preempt(self, victim: Request, draft: _Draft, now: float) -> None:
+        """A running request gives up its slot and its blocks, and waits again."""
+        self._stop(victim, draft)
+        self._evict(victim, draft)
+        self._enqueue(victim, now)
+        self._parts.admission.preempted(self._running)
+
+    def _stop(self, victim: Request, draft: _Draft) -> None:
+        self._running.remove(victim)
+        victim.status = Status.waiting
+        victim.num_preemptions += 1
+        self.stats.preemptions += 1
+        draft.drop(victim)
+
+    def _reclaim_paused(self, draft: _Draft, sparing: Request | None = None) -> bool:
+        """Take the blocks of a paused request; False when there is none."""
+        paused = [request for request in self._paused if request is not sparing]
+        if not paused:
+            return False
+        victim = self._parts.policy.last(paused)
+        self._paused.remove(victim)
+        self._evict(victim, draft)
+        return True
+
+    def _evict(self, victim: Request, draft: _Draft) -> None:
+        eviction = self._parts.preemption.evict(victim, self._kv)
+        draft.swap_out += eviction.copies
+        draft.preempted.append(Preempted(victim, eviction.kind))
+        self.stats.preemptions_by_kind[eviction.kind.value] += 1
+
     # Departure.
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: Request, now: float) -> None:
         """Take a request out wherever it is."""
         if request.status is Status.waiting:
-            self._dequeue(request)
-        self._retire([request])
+            self._leave_queue(request)
+        if request in self._paused:
+            self._paused.remove(request)
+        self._retire([request], now)
 
-    def _retire(self, requests: Sequence[Request]) -> None:
+    def _retire(self, requests: Sequence[Request], now: float) -> None:
         for request in requests:
             self._kv.release(request)
             request.status = Status.finished
             del self._requests[request.request_id]
+            self._parts.policy.finished(request, now)
+            self._parts.batching.ended(request)
         self._running = [request for request in self._running if request.status is Status.running]
+
+    def _give_out(self, events: list[RequestEvent], now: float) -> list[RequestEvent]:
+        """Hold events back until no request of the batch is left; one that ends by itself takes its own along."""
+        given: list[RequestEvent] = []
+        for event in events:
+            held = self._held.setdefault(event.request_id, [])
+            held.append(event)
+            if not event.token_ids:
+                given += self._held.pop(event.request_id)
+        if not any(request.has_begun for request in self._requests.values()):
+            given += [event for held in self._held.values() for event in held]
+            self._held = {}
+        return [event._replace(at_s=now) for event in given]
+
+
+class _Refusal(NamedTuple):
+    reason: FinishReason
+    message: str
+    retry_after_s: float | None = None
 
 
 class _Deadline(NamedTuple):

@@ -21,6 +21,11 @@ class SchedulerStats:
     """Tokens computed a second time because of a preemption."""
     generation_tokens: int = 0
     preemptions: int = 0
+    """How often a request stopped running before its end."""
+    preemptions_by_kind: Counter[str] = field(default_factory=Counter)
+    """What became of the requests, by PreemptionKind; a paused one whose blocks are taken later counts twice."""
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     """Refusals on arrival, by FinishReason."""
     bound: Counter[str] = field(default_factory=Counter)

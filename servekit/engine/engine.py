@@ -68,7 +68,7 @@ class Engine:
         started = self._clock()
         plan = self._scheduler.schedule(started)
         planned = self._clock()
-        result = self._executor.execute(plan) if plan.items else StepResult({})
+        result = self._executor.execute(plan) if plan.has_work else StepResult({})
         executed = self._clock()
         events = self._take_unsent() + self._scheduler.update(plan, result, executed)
         finished = self._clock()
@@ -93,6 +93,9 @@ class Engine:
             recomputed_tokens_total=stats.recomputed_tokens,
             generation_tokens_total=stats.generation_tokens,
             preemptions_total=stats.preemptions,
+            preemptions_by_kind_total=dict(stats.preemptions_by_kind),
+            swapped_out_blocks_total=stats.swapped_out_blocks,
+            swapped_in_blocks_total=stats.swapped_in_blocks,
             refused_total=dict(stats.refused),
             bound_total=dict(stats.bound),
             schedule_s_total=self._spent.schedule_s,

@@ -63,6 +63,10 @@ class EngineStats:
     """Tokens computed again after a preemption."""
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    preemptions_by_kind_total: dict[str, int] = field(default_factory=dict)
+    """What became of preempted requests (core.plan.PreemptionKind)."""
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
     refused_total: dict[str, int] = field(default_factory=dict)
     """Refusals on arrival by reason."""
     bound_total: dict[str, int] = field(default_factory=dict)

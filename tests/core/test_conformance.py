@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from core.helpers import BLOCK, Harness, expected_tokens, make_scheduler, make_spec
 from servekit.config.admission import OnDemandAdmissionConfig
-from servekit.core.plan import Plan
+from servekit.core.plan import Plan, PreemptionKind
 from servekit.core.request import RequestSpec, Status
 
 
@@ -89,8 +89,9 @@ class Promises:
             assert all(item.num_tokens <= self.shape.chunk_tokens for item in plan.items)
 
     def _each_token_once(self, plan: Plan) -> None:
-        for request in plan.preempted:
-            self.computed[request.request_id] = 0
+        for request, kind in plan.preempted:
+            if kind is PreemptionKind.recompute:
+                self.computed[request.request_id] = 0
         for request, start, num_tokens, _ in plan.items:
             done = self.computed.get(request.request_id, 0)
             if start != done:

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from core.helpers import BLOCK, make_spec
 from servekit.core.kv import KVManager
-from servekit.core.prefix import HashPrefixIndex, NoPrefixIndex
+from servekit.core.prefix.hash import HashPrefixIndex
+from servekit.core.prefix.none import NoPrefixIndex
 from servekit.core.request import Request
 
 
@@ -23,7 +24,7 @@ def request_of(name: str, tokens: list[int], salt: str = "") -> Request:
 
 def compute(kv: KVManager, request: Request, num_tokens: int | None = None) -> int:
     """Start a request, compute it, and make its blocks findable; returns the tokens found in the cache."""
-    assert kv.start(request, request.num_tokens, 0)
+    assert kv.start(request, request.num_tokens, 0) is not None
     cached = request.num_computed
     request.num_computed = num_tokens if num_tokens is not None else request.num_tokens
     kv.register(request)
@@ -103,7 +104,7 @@ def test_start_leaves_no_trace_when_reviving_the_hit_takes_the_last_free_blocks(
     kv.release(first)
     compute(kv, other)
     second = request_of("c", [*range(12), 7])  # Three cached blocks and one more: four, and three are free.
-    assert not kv.start(second, 13, 0)
+    assert kv.start(second, 13, 0) is None
     assert second.block_ids == [] and second.num_computed == 0 and kv.pool.num_free == 3
     kv.check([other])
 
@@ -146,7 +147,7 @@ class KVMachine(RuleBasedStateMachine):
         tokens = [prefix * 1000 + i // 7 for i in range(length)]
         request = request_of(f"r{self.count}", tokens, salt)
         free = self.kv.pool.num_free
-        if not self.kv.start(request, length, reserve):
+        if self.kv.start(request, length, reserve) is None:
             assert request.block_ids == [] and self.kv.pool.num_free == free
             return
         assert self.kv.pool.num_free >= reserve

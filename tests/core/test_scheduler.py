@@ -69,7 +69,7 @@ def test_the_newest_gives_way_and_keeps_its_place() -> None:
     h.add(a, b)
     while not (plan := h.step()).preempted:
         assert h.scheduler.has_requests, "no preemption happened"
-    assert [request.request_id for request in plan.preempted] == ["b"]
+    assert [preempted.request.request_id for preempted in plan.preempted] == ["b"]
     assert shares(plan) == [("a", 1)]
     h.add(make_spec("later", 4))
     h.drain()
@@ -85,7 +85,7 @@ def test_the_request_that_needs_room_may_be_the_victim() -> None:
                                admission=OnDemandAdmissionConfig(watermark=0.0)))
     h.add(make_spec("a", 31, max_tokens=20), make_spec("b", 32, max_tokens=20))
     plans = [h.step() for _ in range(12)]
-    preempted = [request.request_id for plan in plans for request in plan.preempted]
+    preempted = [preempted.request.request_id for plan in plans for preempted in plan.preempted]
     assert preempted[:1] == ["b"]
     h.drain()
 

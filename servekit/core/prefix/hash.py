@@ -1,62 +1,19 @@
-"""Prefix indexes: which block holds the keys and values of a given prefix of tokens."""
+"""A prefix index that is a hash chain over blocks."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NewType, Protocol
+from typing import NewType
 
 from servekit.core.blocks import BlockId
-from servekit.core.request import Request
+from servekit.core.request import Request, RequestId
 
 BlockHash = NewType("BlockHash", bytes)
 
 _HASH_BYTES = 16
-
-
-class PrefixIndex(Protocol):
-    """Finds blocks by content. It holds no reference counts; the block pool does."""
-
-    def match(self, request: Request) -> list[BlockId]:
-        """Blocks that hold a prefix of the request's tokens, in order; never all of its tokens."""
-
-    def register(self, request: Request) -> None:
-        """Make the request's fully computed blocks findable."""
-
-    def holds(self, block: BlockId) -> bool:
-        """Whether the block can be found by content."""
-
-    def forget(self, blocks: Sequence[BlockId]) -> None:
-        """The blocks are about to be overwritten."""
-
-    def blocks(self) -> list[BlockId]:
-        """Every block that can be found."""
-
-    def check(self) -> None:
-        """Raise AssertionError unless the index agrees with itself."""
-
-
-class NoPrefixIndex:
-    """Finds nothing: every prompt is computed from its first token."""
-
-    def match(self, request: Request) -> list[BlockId]:
-        return []
-
-    def register(self, request: Request) -> None:
-        pass
-
-    def holds(self, block: BlockId) -> bool:
-        return False
-
-    def forget(self, blocks: Sequence[BlockId]) -> None:
-        pass
-
-    def blocks(self) -> list[BlockId]:
-        return []
-
-    def check(self) -> None:
-        pass
 
 
 class HashPrefixIndex:
@@ -71,6 +28,10 @@ class HashPrefixIndex:
         self._block_size = block_size_tokens
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
+        self._announced: Counter[BlockHash] = Counter()
+        """Hashes of blocks that running requests are going to register, with how many of them."""
+        self._promises: dict[RequestId, list[BlockHash]] = {}
+        """What each of them has announced and not registered, next last."""
 
     def match(self, request: Request) -> list[BlockId]:
         # At least one token is left to compute, since its logits give the next one.
@@ -91,7 +52,27 @@ class HashPrefixIndex:
             if block_hash not in self._block_of and block not in self._hash_of:
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
+            promised = self._promises.get(request.request_id)
+            if promised:
+                self._keep([promised.pop()])
         request.num_registered_blocks = full
+
+    def announce(self, request: Request) -> None:
+        full = request.num_tokens // self._block_size
+        promised = [self._chain_hash(request, index) for index in range(request.num_registered_blocks, full)]
+        self._announced.update(promised)
+        self._promises[request.request_id] = promised[::-1]
+
+    def withdraw(self, request: Request) -> None:
+        self._keep(self._promises.pop(request.request_id, ()))
+
+    def awaited_tokens(self, request: Request) -> int:
+        first = len(self.match(request))
+        findable = (request.num_tokens - 1) // self._block_size
+        index = first
+        while index < findable and self._chain_hash(request, index) in self._announced:
+            index += 1
+        return (index - first) * self._block_size
 
     def holds(self, block: BlockId) -> bool:
         return block in self._hash_of
@@ -109,6 +90,15 @@ class HashPrefixIndex:
         assert len(self._block_of) == len(self._hash_of), "the two directions of the index differ in size"
         for block, block_hash in self._hash_of.items():
             assert self._block_of.get(block_hash) == block, f"block {block} is indexed one way only"
+        promised = Counter(block_hash for hashes in self._promises.values() for block_hash in hashes)
+        assert promised == self._announced, "announced blocks are not those that requests have promised"
+
+    def _keep(self, promised: Iterable[BlockHash]) -> None:
+        """Promises are kept or given up: nobody awaits these blocks any more."""
+        for block_hash in promised:
+            self._announced[block_hash] -= 1
+            if not self._announced[block_hash]:
+                del self._announced[block_hash]
 
     def _chain_hash(self, request: Request, index: int) -> BlockHash:
         """Hash of the request's block `index`, which must be full; computed once and kept with the request."""

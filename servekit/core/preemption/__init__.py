@@ -1,0 +1,1 @@
+"""Who gives way when KV blocks run out: `base.py` says what a preemption component is, each other file is one."""
