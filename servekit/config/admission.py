@@ -14,6 +14,21 @@ class Admission(Enum):
     """How much KV memory a request must find free before it may start."""
 
     on_demand = "on_demand"
+    worst_case = "worst_case"
+    predicted = "predicted"
+
+
+class Reserve(Enum):
+    """For how long a prompt and output the worst case is reserved."""
+
+    max_tokens = "max_tokens"
+    """The prompt and the request's max_tokens."""
+    max_model_len = "max_model_len"
+    """The model's length, whatever the request."""
+    power_of_two = "power_of_two"
+    """The prompt and the request's predicted output, rounded up to a power of two."""
+    oracle = "oracle"
+    """The prompt and the request's predicted output."""
 
 
 class TimeoutAction(Enum):
@@ -75,3 +90,49 @@ class OnDemandAdmissionConfig(AdmissionConfig):
         super().__post_init__()
         fixed_kind("admission", self.kind, Admission.on_demand)
         fraction("scheduler.admission", "watermark", self.watermark, 0.0, 0.5)
+
+
+@dataclass(frozen=True)
+class WorstCaseAdmissionConfig(AdmissionConfig):
+    """A request starts when all the blocks that it can come to need are free, and it gets them at once."""
+
+    kind: Admission = Admission.worst_case
+    """Which component this is."""
+    reserve: Reserve = Reserve.max_tokens
+    """For what length: the request's max_tokens, the model's length, or the predicted output, which may be exceeded.
+    A request without a prediction reserves for its max_tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fixed_kind("admission", self.kind, Admission.worst_case)
+
+
+@dataclass(frozen=True)
+class PredictedAdmissionConfig(AdmissionConfig):
+    """A request starts when its output, and a share of the running requests' that adapts, still fit (SGLang)."""
+
+    kind: Admission = Admission.predicted
+    """Which component this is."""
+    start_ratio: float = 0.7
+    """Share of the output still allowed that running requests are expected to produce, when the engine was idle."""
+    min_ratio: float = 0.098
+    """What the share falls to, in equal steps, while memory suffices."""
+    decay_steps: int = 600
+    """Steps with decodes in which it falls from start_ratio to min_ratio."""
+    max_output_tokens: int = 4096
+    """What any output is counted as at most."""
+    margin_tokens: int = 20
+    """Tokens more than it has produced that each request is taken to need when memory ran out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fixed_kind("admission", self.kind, Admission.predicted)
+        section = "scheduler.admission"
+        fraction(section, "start_ratio", self.start_ratio, 0.0, 1.0)
+        fraction(section, "min_ratio", self.min_ratio, 0.0, 1.0)
+        require(self.min_ratio <= self.start_ratio, f"{section}.min_ratio", self.min_ratio,
+                f"must not exceed {section}.start_ratio={self.start_ratio}, from which the share falls",
+                f"set {section}.min_ratio={self.start_ratio} for a share that stays")
+        at_least(section, "decay_steps", self.decay_steps, 1, 600)
+        at_least(section, "max_output_tokens", self.max_output_tokens, 1, 4096)
+        at_least(section, "margin_tokens", self.margin_tokens, 0, 20)

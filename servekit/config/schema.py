@@ -14,11 +14,13 @@ from enum import Enum
 from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
 from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig
 from servekit.config.checks import at_least, fraction
+from servekit.config.combinations import contradiction
 from servekit.config.errors import require
 from servekit.config.policy import FifoPolicyConfig, PolicyConfig
 from servekit.config.preemption import PreemptionConfig, RecomputePreemptionConfig
 from servekit.config.prefill import ChunkedPrefillConfig, PrefillConfig
 from servekit.config.prefix_cache import HashPrefixCacheConfig, PrefixCacheConfig
+from servekit.config.tenants import TenantsConfig
 
 
 class Device(Enum):
@@ -45,6 +47,7 @@ class KernelSet(Enum):
     auto = "auto"
     reference = "reference"
     cpu = "cpu"
+    triton = "triton"
 
 
 class Quantization(Enum):
@@ -125,7 +128,7 @@ class EngineConfig:
     device: Device = Device.auto
     """Where the model runs."""
     kernels: KernelSet = KernelSet.auto
-    """Implementation of the operations; `auto` is the C++ one on a CPU in float32, else the reference."""
+    """Implementation of the operations; `auto` is C++ on a CPU in float32, Triton on a GPU, else the reference."""
     threads: int | None = None
     """Compute threads on a CPU; null takes the cores that this process may use."""
     restart: RestartPolicy = RestartPolicy.on_failure
@@ -138,6 +141,8 @@ class EngineConfig:
     """Silence of the engine, in seconds, after which /health turns 503; a step may take this long."""
     startup_timeout_s: float = 1800.0
     """Longest time from the start of the engine process to its readiness, in seconds."""
+    step_log: str | None = None
+    """File that every call to the scheduler is appended to, for an exact replay; it holds prompts. null: none."""
 
     def __post_init__(self) -> None:
         at_least("engine", "threads", self.threads, 1, None)
@@ -145,6 +150,8 @@ class EngineConfig:
         at_least("engine", "restart_window_s", self.restart_window_s, 1, 300)
         at_least("engine", "heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 30)
         at_least("engine", "startup_timeout_s", self.startup_timeout_s, 1, 1800)
+        require(self.step_log != "", "engine.step_log", self.step_log, "must not be empty",
+                "name a file, or set engine.step_log=null")
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,8 @@ class SchedulerConfig:
     """How equal prefixes are shared."""
     admission: AdmissionConfig = field(default_factory=OnDemandAdmissionConfig)
     """Which requests are accepted and how long they may take."""
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
+    """Whose requests they are, and what each tenant is entitled to."""
 
     def __post_init__(self) -> None:
         at_least("scheduler", "max_num_seqs", self.max_num_seqs, 1, 128)
@@ -202,6 +211,10 @@ class SchedulerConfig:
                     self.prefill.chunk_tokens,
                     f"must not exceed the step budget scheduler.max_step_tokens={self.max_step_tokens}",
                     f"set scheduler.prefill.chunk_tokens={self.max_step_tokens} or raise scheduler.max_step_tokens")
+        problem = contradiction(self.batching, self.policy, self.prefill, self.preemption, self.prefix_cache,
+                                self.admission)
+        if problem is not None:
+            raise problem
 
 
 @dataclass(frozen=True)

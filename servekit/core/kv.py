@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from servekit.core.blocks import BlockId, BlockPool
 from servekit.core.plan import BlockCopy
+from servekit.core.prefix.announced import AnnouncedPrefixes
 from servekit.core.prefix.base import PrefixIndex
-from servekit.core.request import Request
+from servekit.core.request import Request, RequestId
 
 
 class KVManager:
@@ -20,14 +21,18 @@ class KVManager:
     Token `i` of a request lives in its block `i // block_size_tokens`.
     """
 
-    def __init__(self, num_blocks: int, block_size_tokens: int, index: PrefixIndex, num_host_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size_tokens: int, index: PrefixIndex, num_host_blocks: int = 0,
+                 announced: AnnouncedPrefixes | None = None) -> None:
+        """`announced`: lets requests learn of prefixes that others are computing; None: they never do."""
         self.block_size_tokens = block_size_tokens
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_host_blocks)
         """Blocks in the host's memory, for requests that are swapped out."""
         self._index = index
-        self._copied_host_blocks: list[BlockId] = []
-        """Host blocks whose content is on its way back to the device; they are reused after the step."""
+        self._announced = announced
+        self._arriving: dict[RequestId, list[BlockId]] = {}
+        """Host blocks whose content is on its way back to the device. The plan copies in before it copies anything
+        back, so they may be overwritten only by the next one."""
 
     @property
     def num_blocks(self) -> int:
@@ -38,16 +43,17 @@ class KVManager:
         return -(-num_tokens // self.block_size_tokens)
 
     def start(self, request: Request, num_tokens: int, reserve_blocks: int) -> list[BlockCopy] | None:
-        """Give a waiting request blocks for its first `num_tokens` tokens.
+        """Give a waiting request blocks for `num_tokens` tokens, all that are known of it or more.
 
-        A new or preempted request gets what the prefix cache has, and its `num_computed` says how much that is; a
-        swapped one gets its content back by the copies that are returned; a paused one still has its blocks.
+        What the prefix cache has of it is shared, and what of the rest is in the host's memory comes back by the
+        copies that are returned; its `num_computed` says how much both are. A paused request still has its blocks.
         None, and nothing changed, when that would leave fewer than `reserve_blocks` blocks free.
         """
         if request.block_ids:
-            return [] if self.grow(request, num_tokens, reserve_blocks) else None
-        if request.host_block_ids:
-            return self._swap_in(request, num_tokens, reserve_blocks)
+            if not self.grow(request, num_tokens, reserve_blocks):
+                return None
+            self._announce(request)
+            return []
         cached = self._match(request)
         needed = self.blocks_for(num_tokens) - len(cached)
         revived = sum(map(self.pool.is_free, cached))
@@ -55,10 +61,10 @@ class KVManager:
             return None
         self.pool.share(cached)
         request.block_ids = cached + self._take(needed)
-        request.num_computed = len(cached) * self.block_size_tokens
+        request.num_computed = max(request.num_computed, len(cached) * self.block_size_tokens)
         request.num_registered_blocks = len(cached)
-        self._index.announce(request)
-        return []
+        self._announce(request)
+        return self._swap_in(request, len(cached))
 
     def grow(self, request: Request, num_tokens: int, reserve_blocks: int = 0) -> bool:
         """Extend the request's blocks to hold `num_tokens` tokens.
@@ -72,11 +78,16 @@ class KVManager:
             request.block_ids.extend(self._take(missing))
         return True
 
+    def pause(self, request: Request) -> None:
+        """The request computes no further for now, and keeps its blocks."""
+        self._withdraw(request)
+
     def swap_out(self, request: Request) -> list[BlockCopy] | None:
         """Move the request's computed tokens to the host's memory; None, and nothing changed, when it is full.
 
         The device blocks are free from now on: the copies must be made before anything is written to them.
         """
+        assert request.request_id not in self._arriving, f"{request} leaves before its content has arrived"
         filled = request.block_ids[:self.blocks_for(request.num_computed)]
         host_blocks = self.host_pool.take(len(filled))
         if host_blocks is None:
@@ -89,24 +100,37 @@ class KVManager:
 
     def copies_done(self) -> None:
         """The last plan's copies have been made."""
-        for block in self._copied_host_blocks:
-            self.host_pool.release(block)
-        self._copied_host_blocks = []
+        for host_blocks in self._arriving.values():
+            self._release_on_host(host_blocks)
+        self._arriving = {}
 
     def awaited_tokens(self, request: Request) -> int:
-        """Tokens right after the request's cached prefix that a running request is computing now."""
-        return 0 if _needs_whole_prompt(request) else self._index.awaited_tokens(request)
+        """Tokens of a prefix of the request that a running one is computing now; 0 once all of it is cached."""
+        if self._announced is None or _needs_whole_prompt(request):
+            return 0
+        return self._announced.awaited_tokens(request, len(self._match(request)))
 
     def register(self, request: Request) -> None:
-        """Make the blocks that the last step filled findable by their content."""
-        if request.num_computed // self.block_size_tokens > request.num_registered_blocks:
-            self._index.register(request)
+        """Make the blocks that the last step filled findable by their content.
+
+        Where the index has an equal block already, and says so, it takes the place of the request's own.
+        """
+        first = request.num_registered_blocks
+        full = request.num_computed // self.block_size_tokens
+        if full == first:
+            return
+        for place, block in enumerate(self._index.register(request), first):
+            self.pool.share([block])
+            self.pool.release(request.block_ids[place], reuse_soon=True)
+            request.block_ids[place] = block
+        request.num_registered_blocks = full
+        if self._announced is not None:
+            self._announced.keep(request, full - first)
 
     def release(self, request: Request) -> None:
         """Take all of the request's blocks back. The end of the sequence is evicted before its beginning."""
-        self._index.withdraw(request)
-        for block in request.host_block_ids:
-            self.host_pool.release(block)
+        self._withdraw(request)
+        self._release_on_host(request.host_block_ids)
         request.host_block_ids = []
         for block in reversed(request.block_ids):
             self.pool.release(block, reuse_soon=not self._index.holds(block))
@@ -116,7 +140,7 @@ class KVManager:
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no request holds; returns how many."""
-        idle = [block for block in self._index.blocks() if self.pool.is_free(block)]
+        idle = [block for block in self.pool.free_order() if self._index.holds(block)]
         self._index.forget(idle)
         return len(idle)
 
@@ -125,8 +149,11 @@ class KVManager:
         self.pool.check()
         self.host_pool.check()
         self._index.check()
+        if self._announced is not None:
+            self._announced.check()
         holders = list(holders)
-        saved = [block for request in holders for block in request.host_block_ids] + self._copied_host_blocks
+        saved = [block for request in holders for block in request.host_block_ids]
+        saved += [block for blocks in self._arriving.values() for block in blocks]
         assert len(saved) == len(set(saved)) == self.host_pool.num_used, "host blocks are lost or held twice"
         counts: Counter[BlockId] = Counter()
         for request in holders:
@@ -142,14 +169,24 @@ class KVManager:
     def _match(self, request: Request) -> list[BlockId]:
         return [] if _needs_whole_prompt(request) else self._index.match(request)
 
-    def _swap_in(self, request: Request, num_tokens: int, reserve_blocks: int) -> list[BlockCopy] | None:
-        needed = self.blocks_for(num_tokens)
-        if needed + reserve_blocks > self.pool.num_free:
-            return None
+    def _swap_in(self, request: Request, num_cached: int) -> list[BlockCopy]:
+        """Copies of what the host holds of a request, but for its first blocks, which the prefix cache had."""
         host_blocks, request.host_block_ids = request.host_block_ids, []
-        self._copied_host_blocks += host_blocks
-        request.block_ids = self._take(needed)
-        return list(map(BlockCopy, host_blocks, request.block_ids))
+        if host_blocks:
+            self._arriving[request.request_id] = host_blocks
+        return list(map(BlockCopy, host_blocks[num_cached:], request.block_ids[num_cached:]))
+
+    def _release_on_host(self, host_blocks: Iterable[BlockId]) -> None:
+        for block in host_blocks:
+            self.host_pool.release(block, reuse_soon=True)
+
+    def _announce(self, request: Request) -> None:
+        if self._announced is not None:
+            self._announced.announce(request)
+
+    def _withdraw(self, request: Request) -> None:
+        if self._announced is not None:
+            self._announced.withdraw(request)
 
     def _take(self, count: int) -> list[BlockId]:
         blocks = self.pool.take(count)

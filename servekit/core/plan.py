@@ -31,6 +31,11 @@ class PlanItem(NamedTuple):
     samples: bool
     """Whether these are its last uncomputed tokens, so that the next token is sampled."""
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes one output token, and nothing of a prompt or of what a preemption lost."""
+        return self.num_tokens == 1 and self.start >= self.request.num_prompt
+
 
 class BlockCopy(NamedTuple):
     """A KV block to copy between the device and the host's memory, all layers of it."""

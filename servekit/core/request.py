@@ -164,7 +164,8 @@ class Request:
         self.status = Status.waiting
         self.num_computed = 0
         self.block_ids: list[int] = []
-        """KV blocks on the device. A waiting request may keep them (it is paused) until another needs the room."""
+        """KV blocks on the device. A waiting request may keep them (it is paused) until another needs the room.
+        Between steps an equal block of the prefix cache may take the place of a full one."""
         self.host_block_ids: list[int] = []
         """Blocks in the host's memory that hold its `num_computed` tokens while it is swapped out."""
         self.prefix_hashes: list[bytes] = []

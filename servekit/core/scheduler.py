@@ -72,6 +72,8 @@ class _Draft:
     wake_s: float | None = None
     memory_ran_out: bool = False
     """A running request had to give way to another: nothing is admitted on top."""
+    weakest: Request | None = None
+    """Whom the policy would serve last of those that ran before this step, once it has been asked for."""
 
     def add(self, item: PlanItem) -> None:
         self.items.append(item)
@@ -166,7 +168,7 @@ class Scheduler:
         for request in found:
             self._remove(request, now)
         events = [_closing(request, reason, message, now) for request in found]
-        return self._give_out(events, now) if self._held else events
+        return self._abort_held(request_ids, reason, message, now) + self._give_out(events, now) if self._held else events
 
     def abort_all(self, now: float, reason: FinishReason, message: str) -> list[RequestEvent]:
         """End every request that is here."""
@@ -195,6 +197,7 @@ class Scheduler:
         events = [_closing(*ending, now) for ending in plan.ended]
         self._kv.copies_done()
         stats, register, sampled_by = self.stats, self._kv.register, result.sampled
+        classes, tenants = stats.classes, stats.tenants
         num_sampled = num_prompt_tokens = 0
         finished: list[Request] = []
         for request, start, num_tokens, samples in plan.items:
@@ -212,6 +215,8 @@ class Scheduler:
                 _keep_scores(request, start, result.prompt_logprobs[request.request_id])
             if samples:
                 num_sampled += 1
+                classes[request.priority].generation_tokens += 1
+                tenants[request.tenant].generation_tokens += 1
                 event = _append(request, sampled_by[request.request_id], now)
                 events.append(event)
                 if event.finish is not None:
@@ -341,11 +346,13 @@ class Scheduler:
     # Planning.
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
-        """Running requests that decode, and those with more than one token to compute."""
+        """Running requests that decode, and those with a part of their prompt, or of what they lost, to compute."""
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in self._running:
-            (prompts if len(request.token_ids) - request.num_computed > 1 else decodes).append(request)
+            computed = request.num_computed
+            is_decode = len(request.token_ids) - computed == 1 and computed >= request.num_prompt
+            (decodes if is_decode else prompts).append(request)
         return decodes, prompts
 
     def _plan_decodes(self, decodes: Sequence[Request], draft: _Draft, now: float) -> None:
@@ -409,20 +416,22 @@ class Scheduler:
         displaced: list[Request] = []
         bound = Bound.nothing_waiting
         for request in self._waiting.in_order(now):
+            has_slot = slots > 0 and parts.policy.may_start(request, self._running, slots)
+            victim = None if has_slot else self._displaced_by(request, draft, now)
             if draft.budget == 0:
                 bound = Bound.token_budget
-            elif slots == 0 and self._displaced_by(request, now) is None:
+            elif slots == 0 and victim is None:
                 bound = openings.bound
-            elif not self._may_start(request, max(slots, 1), draft):
+            elif not (has_slot or victim) or not (openings.admit(request) and self._suits(request, draft)):
                 num_passed_over += 1
                 if num_passed_over < _LOOKAHEAD:
                     continue
             elif parts.prefill.grant(request.num_tokens - request.num_computed, draft.budget) == 0:
                 bound = Bound.token_budget
             else:
-                if slots == 0:
-                    displaced.append(self._pause(self._parts.policy.last(self._running), draft))
-                    slots = 1
+                if victim is not None:
+                    displaced.append(self._pause(victim, draft))
+                    slots += 1
                 if self._find_blocks(request, displaced, draft, now):
                     self._start(request, draft, now)
                     slots -= 1
@@ -435,10 +444,10 @@ class Scheduler:
             parts.batching.started(draft.started)
         return Bound.policy if bound is Bound.nothing_waiting and num_passed_over else bound
 
-    def _may_start(self, request: Request, slots: int, draft: _Draft) -> bool:
-        """Whether policy and prefill let it start now, and no running request is computing what it could share."""
+    def _suits(self, request: Request, draft: _Draft) -> bool:
+        """Whether prefill lets it start now, and no running request is computing what it could share."""
         parts = self._parts
-        if not (parts.policy.may_start(request, self._running, slots) and parts.prefill.suits(request, draft.items)):
+        if not parts.prefill.suits(request, draft.items):
             return False
         shared = parts.share_in_batch_tokens
         return shared is None or request.has_begun or self._kv.awaited_tokens(request) < shared
@@ -453,7 +462,7 @@ class Scheduler:
                 return True
             if self._reclaim_paused(draft, sparing=request):
                 continue
-            victim = self._displaced_by(request, now)
+            victim = self._displaced_by(request, draft, now)
             if victim is None:
                 return False
             self._stop(victim, draft)
@@ -463,16 +472,19 @@ class Scheduler:
     def _pause(self, victim: Request, draft: _Draft) -> Request:
         """Take a running request's slot and leave it its blocks."""
         self._stop(victim, draft)
+        self._kv.pause(victim)
         self._paused.append(victim)
         draft.preempted.append(Preempted(victim, PreemptionKind.pause))
         self.stats.preemptions_by_kind[PreemptionKind.pause.value] += 1
         return victim
 
-    def _displaced_by(self, request: Request, now: float) -> Request | None:
-        if not self._running:
-            return None
-        victim = self._parts.policy.last(self._running)
-        return victim if self._parts.policy.displaces(request, victim, now) else None
+    def _displaced_by(self, request: Request, draft: _Draft, now: float) -> Request | None:
+        """Whose place the request may take; nobody's who starts in this very step, with copies still to be made."""
+        if draft.weakest is None:
+            running = self._running[:len(self._running) - len(draft.started)]
+            draft.weakest = self._parts.policy.last(running) if running else None
+        victim = draft.weakest
+        return victim if victim is not None and self._parts.policy.displaces(request, victim, now) else None
 
     def _start(self, request: Request, draft: _Draft, now: float) -> None:
         self._leave_queue(request)
@@ -493,6 +505,10 @@ class Scheduler:
             request.num_cached_tokens = num_cached
             stats.prefix_queries += request.num_prompt
             stats.cached_tokens += num_cached
+            for service in (stats.classes[request.priority], stats.tenants[request.tenant]):
+                service.num_started += 1
+                service.queue_s += now - request.arrived_s
+                service.prompt_tokens += request.num_prompt
         stats.recomputed_tokens += max(0, request.num_lost - num_cached)
         request.num_lost = 0
 
@@ -521,6 +537,7 @@ class Scheduler:
 
     def _stop(self, victim: Request, draft: _Draft) -> None:
         self._running.remove(victim)
+        draft.weakest = None
         victim.status = Status.waiting
         victim.num_preemptions += 1
         self.stats.preemptions += 1
@@ -560,6 +577,15 @@ class Scheduler:
             self._parts.policy.finished(request, now)
             self._parts.batching.ended(request)
         self._running = [request for request in self._running if request.status is Status.running]
+
+    def _abort_held(self, request_ids: Sequence[RequestId], reason: FinishReason, message: str,
+                    now: float) -> list[RequestEvent]:
+        """End requests that are done and whose answers are still held back: nobody gets them any more."""
+        done = [request_id for request_id in request_ids if request_id in self._held
+                and self._held[request_id][-1].finish is not None]
+        for request_id in done:
+            del self._held[request_id]
+        return [RequestEvent(request_id, finish=reason, message=message, at_s=now) for request_id in done]
 
     def _give_out(self, events: list[RequestEvent], now: float) -> list[RequestEvent]:
         """Hold events back until no request of the batch is left; one that ends by itself takes its own along."""

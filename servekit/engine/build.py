@@ -11,18 +11,20 @@ from pathlib import Path
 import torch
 
 from servekit.config.errors import ConfigError
+from servekit.config.resolve import as_dict
 from servekit.config.schema import Config, DType, KernelSet
 from servekit.core.build import build_scheduler
 from servekit.engine.engine import Engine
 from servekit.engine.messages import EngineFacts
 from servekit.engine.resolve import Resolved, resolve
+from servekit.engine.step_log import NoStepLog, Opened, StepLog, StepLogFile
 from servekit.kernels import Kernels, reference_kernels
 from servekit.kernels.cpu import cpu_kernels
 from servekit.kernels.cpu.build import CompilationError, NoCompilerError
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel
 from servekit.runner.device import DeviceFacts, find_device
-from servekit.runner.kv_tensors import allocate_kv
+from servekit.runner.kv_tensors import allocate_host_kv, allocate_kv
 from servekit.runner.memory import MemoryPlan, plan_memory
 from servekit.runner.runner import Runner
 
@@ -56,7 +58,7 @@ def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress
     """
     spec = load_spec(local)
     device = find_device(config.engine.device)
-    kernels = _load_kernels(config, resolve(config, spec, device), cache_dir, on_progress)
+    kernels = _load_kernels(config, resolve(config, spec, device), device, cache_dir, on_progress)
     resolved = resolve(config, spec, device, KernelSet(kernels.name))
     dtype, kv_dtype = _TORCH_DTYPES[resolved.dtype], _TORCH_DTYPES[resolved.kv_dtype]
     memory = plan_memory(config, spec, device, resolved.quantization, dtype.itemsize, kv_dtype.itemsize)
@@ -67,25 +69,52 @@ def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress
     load_s = time.monotonic() - started
     kv = allocate_kv(spec, memory.num_kv_blocks, config.memory.block_size_tokens, kv_dtype, device.torch_device)
     scheduler = build_scheduler(config.scheduler, memory.num_kv_blocks, config.memory.block_size_tokens,
-                                memory.max_model_len)
-    runner = Runner(decoder, kv, kernels, config.memory.block_size_tokens, device.torch_device)
+                                memory.max_model_len, memory.num_host_blocks)
+    host_kv = allocate_host_kv(kv, memory.num_host_blocks)
+    runner = Runner(decoder, kv, host_kv, kernels, config.memory.block_size_tokens, device.torch_device)
     facts = _facts(local, spec.vocab_size, config, device, resolved, memory, load_s)
-    return BuiltEngine(Engine(scheduler, runner), facts)
+    return BuiltEngine(Engine(scheduler, runner, log=_step_log(config, memory)), facts)
 
 
-def _load_kernels(config: Config, resolved: Resolved, cache_dir: Path, on_progress: OnProgress) -> Kernels:
-    """The operations; where `auto` finds no compiler for the C++ ones, the reference, and a warning that says so."""
-    reference = reference_kernels()
-    if resolved.kernels is not KernelSet.cpu:
-        return reference
+def _step_log(config: Config, memory: MemoryPlan) -> StepLog:
+    """Raises ConfigError for a file that cannot be written."""
+    if config.engine.step_log is None:
+        return NoStepLog()
     try:
-        return cpu_kernels(reference, cache_dir / "kernels", resolved.threads,
-                           lambda: on_progress("CPU operations, compiled once for this machine", 0, 1, ""))
-    except (NoCompilerError, CompilationError) as error:
-        if config.engine.kernels is KernelSet.cpu:
-            raise ConfigError("engine.kernels", "cpu", str(error), "or set engine.kernels=reference") from error
+        file = Path(config.engine.step_log).open("ab")  # noqa: SIM115 - it stays open as long as the engine
+    except OSError as error:
+        raise ConfigError("engine.step_log", config.engine.step_log, f"cannot be written ({error.strerror})",
+                          "name a file in a folder to write in, or set engine.step_log=null") from None
+    return StepLogFile(file, Opened(as_dict(config), memory.num_kv_blocks, memory.num_host_blocks,
+                                    config.memory.block_size_tokens, memory.max_model_len))
+
+
+def _load_kernels(config: Config, resolved: Resolved, device: DeviceFacts, cache_dir: Path, on_progress: OnProgress
+                  ) -> Kernels:
+    """The operations; where `auto` cannot have the fast ones, the reference, and a warning that says so."""
+    reference = reference_kernels()
+    try:
+        match resolved.kernels:
+            case KernelSet.cpu:
+                return cpu_kernels(reference, cache_dir / "kernels", resolved.threads,
+                                   lambda: on_progress("CPU operations, compiled once for this machine", 0, 1, ""))
+            case KernelSet.triton:
+                return _triton_kernels(reference, device.torch_device)
+            case _:
+                return reference
+    except (NoCompilerError, CompilationError, ImportError) as error:
+        wanted = config.engine.kernels
+        if wanted is not KernelSet.auto:
+            raise ConfigError("engine.kernels", wanted.value, str(error), "or set engine.kernels=reference") from error
         log.warning("%s; going on with the reference operations, which are several times slower", error)
         return reference
+
+
+def _triton_kernels(reference: Kernels, device: torch.device) -> Kernels:
+    """Raises ImportError where Triton is not installed, as on systems that it does not exist for."""
+    from servekit.kernels.triton import find_gpu, triton_kernels
+
+    return triton_kernels(reference, find_gpu(device))
 
 
 def _facts(local: LocalModel, vocab_size: int, config: Config, device: DeviceFacts, resolved: Resolved,
@@ -105,4 +134,5 @@ def _facts(local: LocalModel, vocab_size: int, config: Config, device: DeviceFac
         weights_bytes=memory.weights_bytes,
         kv_bytes=memory.kv_bytes,
         load_s=load_s,
-        notes=resolved.notes + memory.notes)
+        notes=resolved.notes + memory.notes,
+        num_host_blocks=memory.num_host_blocks)

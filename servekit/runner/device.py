@@ -25,6 +25,8 @@ class DeviceFacts:
     """Memory of the device; on a CPU the machine's or the container's."""
     free_bytes: int
     """What of it nobody uses now."""
+    host_free_bytes: int
+    """Memory of the host that nobody uses now; on a CPU that is the device's own."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -39,9 +41,11 @@ def find_device(wanted: Device) -> DeviceFacts:
                           "set engine.device=cpu, or install a CUDA build of torch and the NVIDIA driver")
     if wanted is Device.cuda or (wanted is Device.auto and has_cuda):
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        return DeviceFacts(Device.cuda, torch.cuda.get_device_name(), usable_cores(), total_bytes, free_bytes)
+        _, host_free_bytes = _host_memory_bytes(Path("/"))
+        return DeviceFacts(Device.cuda, torch.cuda.get_device_name(), usable_cores(), total_bytes, free_bytes,
+                           host_free_bytes)
     total_bytes, free_bytes = _host_memory_bytes(Path("/"))
-    return DeviceFacts(Device.cpu, "cpu", usable_cores(), total_bytes, free_bytes)
+    return DeviceFacts(Device.cpu, "cpu", usable_cores(), total_bytes, free_bytes, free_bytes)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

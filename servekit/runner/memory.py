@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from servekit.config.errors import ConfigError, require
+from servekit.config.preemption import SwapPreemptionConfig
 from servekit.config.schema import Config, Device, Quantization
 from servekit.model.spec import ModelSpec
 from servekit.runner.device import DeviceFacts
 
 _DEFAULT_FRACTION = {Device.cuda: 0.9, Device.cpu: 0.3}
 """A GPU is the engine's own; a CPU's memory is shared with everything else on the machine."""
+
+_DEFAULT_SWAP_SHARE = 0.1
+"""Of the host's memory that nothing else takes."""
 
 _BITS = {Quantization.int4: 5.0, Quantization.int8: 9.0}
 """Bits of a quantised weight with its share of the scales: at most one scale for 32 weights."""
@@ -27,6 +31,8 @@ class MemoryPlan:
     headroom_bytes: int
     kv_bytes: int
     num_kv_blocks: int
+    num_host_blocks: int
+    """KV blocks in the host's memory, for requests that are swapped out."""
     max_model_len: int
     """Longest context, in tokens: the configured one, the model's, or what the cache can hold."""
     notes: tuple[str, ...]
@@ -66,7 +72,10 @@ def plan_memory(config: Config, spec: ModelSpec, device: DeviceFacts, quantizati
     notes = [f"memory.memory_fraction: null -> {fraction}"] if memory.memory_fraction is None else []
     if num_blocks * block_size < wanted_len:
         notes.append(_fit_length(config, wanted_len, num_blocks, _budget_line(usable, weights, activations, headroom)))
-    return MemoryPlan(usable, weights, activations, headroom, num_blocks * block_bytes, num_blocks,
+    taken = weights + activations + num_blocks * block_bytes
+    host_free = device.host_free_bytes - taken if device.kind is Device.cpu else device.host_free_bytes
+    num_host_blocks = _num_host_blocks(config, num_blocks, block_bytes, max(0, host_free), notes)
+    return MemoryPlan(usable, weights, activations, headroom, num_blocks * block_bytes, num_blocks, num_host_blocks,
                       min(wanted_len, num_blocks * block_size), tuple(notes))
 
 
@@ -86,6 +95,23 @@ def activation_bytes(spec: ModelSpec, max_step_tokens: int, max_num_seqs: int, d
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     widest = 4 * spec.hidden_size + 3 * spec.intermediate_size + heads
     return max_step_tokens * widest * dtype_bytes + 2 * 4 * max_num_seqs * spec.vocab_size
+
+
+def _num_host_blocks(config: Config, num_blocks: int, block_bytes: int, free_bytes: int, notes: list[str]) -> int:
+    """Blocks for requests that are swapped out, where they are. ConfigError if what was asked for does not fit."""
+    preemption = config.scheduler.preemption
+    if not isinstance(preemption, SwapPreemptionConfig):
+        return 0
+    key, wanted_bytes = "scheduler.preemption.swap_space_bytes", preemption.swap_space_bytes
+    if wanted_bytes is None:
+        num_host_blocks = min(num_blocks, int(free_bytes * _DEFAULT_SWAP_SHARE) // block_bytes)
+        notes.append(f"{key}: null -> {num_host_blocks * block_bytes} ({num_host_blocks} KV blocks)")
+        return num_host_blocks
+    require(wanted_bytes >= block_bytes, key, wanted_bytes, f"one KV block takes {block_bytes} bytes",
+            f"set at least {key}={block_bytes}, or scheduler/preemption=recompute")
+    require(wanted_bytes <= free_bytes, key, wanted_bytes, f"{free_bytes} bytes of the host's memory are free",
+            f"set at most {key}={free_bytes}")
+    return wanted_bytes // block_bytes
 
 
 def _fit_length(config: Config, wanted_len: int, num_blocks: int, budget: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from servekit.core.plan import Plan, PlanItem, Sampled, StepResult
+from servekit.core.plan import BlockCopy, Plan, PlanItem, Sampled, StepResult
 from servekit.core.request import Request, RequestId, TokenLogprobs
 from servekit.kernels import Kernels
 from servekit.model.decoder import Decoder
@@ -18,19 +20,36 @@ _SCORED_AT_ONCE = 64
 
 
 class Runner:
-    """Executes plans on one device. Requests, queues and block accounting are the scheduler's; tensors are its."""
+    """Executes plans on one device. Requests, queues and block accounting are the scheduler's; tensors are its.
 
-    def __init__(self, decoder: Decoder, kv: KVTensors, kernels: Kernels, block_size_tokens: int,
+    `kv` is the cache on the device, `host_kv` the room in the host's memory for requests that are swapped out.
+    """
+
+    def __init__(self, decoder: Decoder, kv: KVTensors, host_kv: KVTensors, kernels: Kernels, block_size_tokens: int,
                  device: torch.device) -> None:
         self._decoder = decoder
         self._kernels = kernels
         self._kv = kv
+        self._host_kv = host_kv
         self._block_size_tokens = block_size_tokens
         self._device = device
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
-        """Compute the plan's tokens, write their keys and values, and sample where the plan says so."""
+        """Make the plan's copies, compute its tokens, write their keys and values, and sample where it says so."""
+        self._copy_blocks(plan.swap_out, self._kv, self._host_kv)
+        self._copy_blocks(plan.swap_in, self._host_kv, self._kv)
+        return self._compute(plan) if plan.items else StepResult({})
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy], source: KVTensors, target: KVTensors) -> None:
+        if not copies:
+            return
+        source_blocks, target_blocks = torch.tensor(copies, dtype=torch.int64).unbind(1)
+        for from_layer, to_layer in zip(source, target, strict=True):
+            for from_cache, to_cache in zip(from_layer, to_layer, strict=True):
+                self._kernels.copy_blocks(from_cache, to_cache, source_blocks, target_blocks)
+
+    def _compute(self, plan: Plan) -> StepResult:
         inputs = build_inputs(plan, self._block_size_tokens, self._device)
         hidden = self._decoder.forward(inputs.token_ids, inputs.positions, inputs.batch, self._kv)
         sampled, failed = self._sample(plan, inputs, hidden)

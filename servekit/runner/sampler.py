@@ -10,6 +10,7 @@ batch cannot change it.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -37,7 +38,7 @@ def sample(logits: Tensor, requests: Sequence[Request], kernels: Kernels) -> lis
         For each row the token, or a line that says why there is none.
     """
     best, greedy = kernels.argmax(logits)
-    is_sound = torch.isfinite(best).tolist()
+    is_sound = [math.isfinite(value) for value in best.tolist()]
     tokens: list[int | None] = greedy.tolist()
     others = [row for row, request in enumerate(requests) if is_sound[row] and not _is_plain_greedy(request)]
     for row, token in zip(others, _choose(logits, others, requests, kernels), strict=True):
@@ -103,7 +104,7 @@ def _choose(logits: Tensor, rows: list[int], requests: Sequence[Request], kernel
     adjusted = torch.stack([_adjust(logits[row], request) for row, request in zip(rows, chosen, strict=True)])
     best, greedy = kernels.argmax(adjusted)
     tokens: list[int | None] = [token if is_left else None for token, is_left in
-                                zip(greedy.tolist(), torch.isfinite(best).tolist(), strict=True)]
+                                zip(greedy.tolist(), map(math.isfinite, best.tolist()), strict=True)]
     random = [i for i, request in enumerate(chosen) if request.sampling.temperature > 0 and tokens[i] is not None]
     if random:
         drawn = _draw(adjusted[random], [chosen[i] for i in random], kernels)

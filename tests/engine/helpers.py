@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
+from servekit.config.preemption import PreemptionConfig, RecomputePreemptionConfig
 from servekit.config.prefill import ChunkedPrefillConfig
-from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig
+from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig, PrefixCacheConfig
 from servekit.config.schema import Config, DType, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from servekit.core.request import RequestEvent, RequestId, RequestSpec, SamplingParams
 from servekit.engine.build import BuiltEngine, build_engine
@@ -30,17 +31,20 @@ def dummy_model(shape: str = "tiny", seed: int = 0) -> LocalModel:
 
 def make_config(*, dtype: DType = DType.float64, num_kv_blocks: int = 256, block_size: int = 16,
                 max_model_len: int | None = 512, max_num_seqs: int = 16, max_step_tokens: int = 512,
-                chunk_tokens: int | None = None, prefix_cache: bool = False, watermark: float = 0.0,
-                engine: EngineConfig | None = None, **admission: Any) -> Config:
-    limits: AdmissionConfig = OnDemandAdmissionConfig(watermark=watermark, **admission)
+                chunk_tokens: int | None = None, prefix_cache: bool | PrefixCacheConfig = False,
+                watermark: float = 0.0, engine: EngineConfig | None = None, preemption: PreemptionConfig | None = None,
+                admission: AdmissionConfig | None = None, **limits: Any) -> Config:
+    if isinstance(prefix_cache, bool):
+        prefix_cache = HashPrefixCacheConfig() if prefix_cache else NoPrefixCacheConfig()
     return Config(
         model=ModelConfig(source="dummy:tiny", dtype=dtype, max_model_len=max_model_len),
         engine=engine or EngineConfig(threads=1),
         memory=MemoryConfig(num_kv_blocks=num_kv_blocks, block_size_tokens=block_size),
         scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, admission=limits,
-            prefill=ChunkedPrefillConfig(chunk_tokens=chunk_tokens),
-            prefix_cache=HashPrefixCacheConfig() if prefix_cache else NoPrefixCacheConfig()))
+            max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens,
+            admission=admission or OnDemandAdmissionConfig(watermark=watermark, **limits),
+            prefill=ChunkedPrefillConfig(chunk_tokens=chunk_tokens), prefix_cache=prefix_cache,
+            preemption=preemption or RecomputePreemptionConfig()))
 
 
 def build(config: Config, local: LocalModel | None = None) -> BuiltEngine:

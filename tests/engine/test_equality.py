@@ -6,11 +6,29 @@ The reference is each request alone, on an engine without prefix cache that comp
 from __future__ import annotations
 
 import random
+from functools import cache
+from typing import Any
 
 import pytest
 
-from engine.helpers import Heard, make_engine, run, spec
+from engine.helpers import Heard, dummy_model, make_engine, run, spec
+from servekit.config.admission import WorstCaseAdmissionConfig
+from servekit.config.preemption import (
+    NoPreemptionConfig,
+    PreemptionConfig,
+    RecomputePreemptionConfig,
+    SwapPreemptionConfig,
+)
+from servekit.config.prefix_cache import (
+    HashPrefixCacheConfig,
+    NoPrefixCacheConfig,
+    PrefixCacheConfig,
+    RadixPrefixCacheConfig,
+)
+from servekit.core.plan import PreemptionKind
 from servekit.core.request import RequestSpec
+from servekit.engine.engine import Engine
+from servekit.model.loader import load_spec
 
 VOCAB = 512
 
@@ -163,3 +181,91 @@ def test_prompt_logprobs_are_the_same_whole_chunked_preempted_and_beside_a_cache
             assert score is not None and wanted is not None
             assert score.rank == wanted.rank and [t for t, _ in score.top] == [t for t, _ in wanted.top]
             assert score.logprob == pytest.approx(wanted.logprob, abs=1e-9)
+
+
+# Every way to give way, with every prefix cache, in a pool that is much too small.
+
+SMALL_BLOCK = 8
+SMALL_BLOCK_BYTES = SMALL_BLOCK * load_spec(dummy_model()).kv_bytes_per_token(8)
+
+RECOMPUTE = RecomputePreemptionConfig()
+SWAP = SwapPreemptionConfig(swap_space_bytes=64 * SMALL_BLOCK_BYTES)
+SWAP_LITTLE = SwapPreemptionConfig(swap_space_bytes=5 * SMALL_BLOCK_BYTES)
+NO_PREEMPTION = NoPreemptionConfig()
+KINDS: dict[PreemptionConfig, set[PreemptionKind]] = {
+    RECOMPUTE: {PreemptionKind.recompute}, SWAP: {PreemptionKind.swap},
+    SWAP_LITTLE: {PreemptionKind.swap, PreemptionKind.recompute}, NO_PREEMPTION: set()}
+"""What must become of requests that give way; with `SWAP_LITTLE` some fit on the host and the others fall back."""
+
+GIVING_WAY = pytest.mark.parametrize("preemption", [
+    pytest.param(RECOMPUTE, id="recompute"), pytest.param(SWAP, id="swap"),
+    pytest.param(SWAP_LITTLE, id="swap-little"), pytest.param(NO_PREEMPTION, id="none")])
+PREFIX_CACHES = pytest.mark.parametrize(
+    "prefix_cache", [NoPrefixCacheConfig(), HashPrefixCacheConfig(), RadixPrefixCacheConfig()],
+    ids=lambda config: config.kind.value)
+
+
+def crowded_engine(preemption: PreemptionConfig, prefix_cache: PrefixCacheConfig) -> Engine:
+    admission = WorstCaseAdmissionConfig() if preemption is NO_PREEMPTION else None
+    return make_engine(num_kv_blocks=13, block_size=SMALL_BLOCK, max_model_len=96, chunk_tokens=16,
+                       preemption=preemption, prefix_cache=prefix_cache, admission=admission)
+
+
+def crowd(**sampling: Any) -> list[RequestSpec]:
+    """Ten prompts, five of which begin with the same 19 tokens."""
+    shared = random_prompts(16, 1, 19, 20)[0]
+    prompts = random_prompts(17, 10, 10, 40)
+    return [spec(shared + prompt if number % 2 else prompt, 20, **(sampling | {"seed": number}))
+            for number, prompt in enumerate(prompts)]
+
+
+@cache
+def crowd_alone(temperature: float = 0.0) -> list[list[int]]:
+    return outputs(run(make_engine(), crowd(temperature=temperature), together=False))
+
+
+def check_kinds(engine: Engine, preemption: PreemptionConfig) -> None:
+    stats = engine._scheduler.stats
+    assert stats.preemptions_by_kind.keys() == {kind.value for kind in KINDS[preemption]}
+    swaps = PreemptionKind.swap in KINDS[preemption]
+    assert (stats.swapped_out_blocks > 0) == (stats.swapped_in_blocks > 0) == swaps
+    assert (stats.recomputed_tokens > 0) == (PreemptionKind.recompute in KINDS[preemption])
+
+
+@GIVING_WAY
+@PREFIX_CACHES
+def test_giving_way_changes_no_token(preemption: PreemptionConfig, prefix_cache: PrefixCacheConfig) -> None:
+    engine = crowded_engine(preemption, prefix_cache)
+    assert outputs(run(engine, crowd())) == crowd_alone()
+    check_kinds(engine, preemption)
+
+
+@GIVING_WAY
+def test_giving_way_changes_no_draw(preemption: PreemptionConfig) -> None:
+    engine = crowded_engine(preemption, RadixPrefixCacheConfig())
+    assert outputs(run(engine, crowd(temperature=1.0))) == crowd_alone(1.0)
+    check_kinds(engine, preemption)
+
+
+@PREFIX_CACHES
+def test_aborts_of_swapped_requests_leave_the_others_as_they_are(prefix_cache: PrefixCacheConfig) -> None:
+    engine, specs = crowded_engine(SWAP, prefix_cache), crowd()
+    heard: dict[str, Heard] = {one.request_id: Heard() for one in specs}
+    aborted: set[str] = set()
+    for one in specs:
+        engine.add([one])
+    while engine.has_work:
+        for event in engine.step().events:
+            heard[event.request_id].events.append(event)
+        engine.check()
+        swapped = [request for request in engine._scheduler._requests.values() if request.host_block_ids]
+        if swapped and len(aborted) < 4:
+            aborted.add(swapped[-1].request_id)
+            engine.abort([swapped[-1].request_id])
+            engine.check()
+    assert len(aborted) > 1, "requests were meant to be aborted while they were swapped out"
+    for one, reference in zip(specs, crowd_alone(), strict=True):
+        tokens = heard[one.request_id].tokens
+        assert tokens == (reference[:len(tokens)] if one.request_id in aborted else reference)
+    kv = engine._scheduler.kv
+    assert kv.pool.num_used == kv.host_pool.num_used == 0

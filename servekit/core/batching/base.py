@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
 from servekit.core.plan import Bound
 from servekit.core.policy.base import Policy
-from servekit.core.request import Request
+from servekit.core.request import Request, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,12 @@ class Openings:
     bound: Bound = Bound.sequences
     wake_s: float | None = None
     """When to ask again if nothing else happens before, on the caller's clock."""
+    only: Set[RequestId] | None = None
+    """Who may take the slots; None: whoever is next."""
+
+    def admit(self, request: Request) -> bool:
+        """Whether the request may take one of the slots."""
+        return self.only is None or request.request_id in self.only
 
 
 class Batching(Protocol):

@@ -15,26 +15,17 @@ class PrefixIndex(Protocol):
     def match(self, request: Request) -> list[BlockId]:
         """Blocks that hold a prefix of the request's tokens, in order; never all of its tokens."""
 
-    def register(self, request: Request) -> None:
-        """Make the request's fully computed blocks findable."""
+    def register(self, request: Request) -> list[BlockId]:
+        """Make the request's fully computed blocks findable, from its first unregistered one on; there is one.
 
-    def announce(self, request: Request) -> None:
-        """The request starts and is going to compute the tokens that it has blocks for."""
-
-    def withdraw(self, request: Request) -> None:
-        """The request gives its blocks back, done or not."""
-
-    def awaited_tokens(self, request: Request) -> int:
-        """Tokens right after the request's cached prefix that an announced request is going to register."""
+        Returns blocks that hold the same as the first of these and take their place, if any.
+        """
 
     def holds(self, block: BlockId) -> bool:
         """Whether the block can be found by content."""
 
     def forget(self, blocks: Sequence[BlockId]) -> None:
-        """The blocks are about to be overwritten."""
-
-    def blocks(self) -> list[BlockId]:
-        """Every block that can be found."""
+        """The blocks are about to be overwritten. They come as the pool gives them: released first, first."""
 
     def check(self) -> None:
         """Raise AssertionError unless the index agrees with itself."""

@@ -14,26 +14,14 @@ class NoPrefixIndex:
     def match(self, request: Request) -> list[BlockId]:
         return []
 
-    def register(self, request: Request) -> None:
-        pass
-
-    def announce(self, request: Request) -> None:
-        pass
-
-    def withdraw(self, request: Request) -> None:
-        pass
-
-    def awaited_tokens(self, request: Request) -> int:
-        return 0
+    def register(self, request: Request) -> list[BlockId]:
+        return []
 
     def holds(self, block: BlockId) -> bool:
         return False
 
     def forget(self, blocks: Sequence[BlockId]) -> None:
         pass
-
-    def blocks(self) -> list[BlockId]:
-        return []
 
     def check(self) -> None:
         pass
