@@ -85,6 +85,20 @@ def _bench(words: Sequence[str]) -> int:
     return run(composed)
 
 
+def _simulate(words: Sequence[str]) -> int:
+    composed = _compose(ROOTS["simulate"](), words)
+    from servekit.sim.command import run
+
+    return run(composed)
+
+
+def _plan(words: Sequence[str]) -> int:
+    composed = _compose(ROOTS["plan"](), words)
+    from servekit.plan.command import render
+
+    return _print(render(composed))
+
+
 def _config(words: Sequence[str]) -> int:
     formats = [word for word in words if word in FORMATS]
     settings = [word for word in words if word not in FORMATS]
@@ -120,7 +134,11 @@ COMMANDS: Mapping[str, Command] = {
                      "Start an engine and its OpenAI-compatible server.", _serve),
     "bench": Command(f"servekit bench {SETTINGS_USAGE}",
                      "Load any OpenAI-compatible server and measure what its users see.", _bench),
-    "config": Command(f"servekit config [serve|bench] {SETTINGS_USAGE} [--yaml | --json]",
+    "simulate": Command(f"servekit simulate {SETTINGS_USAGE}",
+                        "Run the scheduler on a virtual clock and measure what users would see.", _simulate),
+    "plan": Command("servekit plan [FILE.yaml] [key=value ...]",
+                    "Say how many GPUs a load needs, and which limit decides it.", _plan),
+    "config": Command(f"servekit config [serve|bench|simulate|plan] {SETTINGS_USAGE} [--yaml | --json]",
                       "Print the resolved configuration and where each value came from.", _config),
     "completion": Command(f"servekit completion {'|'.join(SCRIPTS)}",
                           "Print a completion script for a shell.", _completion),
@@ -152,7 +170,7 @@ def _check_word(root: Root[Any], word: str) -> None:
 def _table(composed: Composed[Any]) -> str:
     """One line a key: name, value, origin; what nobody set stands back in a terminal."""
     style = Style.of_terminal(sys.stdout.isatty())
-    values = {key: _show(value) for key, value in flatten(composed.config).items()}
+    values = {key: show(value) for key, value in flatten(composed.config).items()}
     key_width = max(map(len, values))
     value_width = max(len(value) for value in values.values() if len(value) <= 40)
     rows = (f"{key:{key_width}}  {value:{value_width}}  {composed.origins[key]}" for key, value in values.items())
@@ -169,12 +187,8 @@ def _emphasise(row: str, origin: Origin, style: Style) -> str:
 def _dropped(composed: Composed[Any]) -> Iterator[str]:
     for setting in composed.dropped:
         section = setting.key.rpartition(".")[0]
-        yield (f"# dropped: {setting.key}={_show(setting.value)} ({setting.origin}), an option of the {section} "
+        yield (f"# dropped: {setting.key}={show(setting.value)} ({setting.origin}), an option of the {section} "
                "that a later layer replaced")
-
-
-def _show(value: object) -> str:
-    return json.dumps(value) if isinstance(value, dict | list) else show(value)
 
 
 def _yaml(composed: Composed[Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from servekit.config.describe import COMPONENT_KIND, PRESET, Root, allowed_values
+from servekit.config.describe import PRESET, Root, allowed_values
 
 CANDIDATES = "candidates"
 """The hidden word after `servekit completion` that the scripts use."""
@@ -98,7 +98,7 @@ def _values(root: Root[Any], key: str) -> tuple[str, ...]:
 def _names(root: Root[Any], with_slashes: bool) -> Iterator[str]:
     """Everything that can be set, up to and with its `=`; a group in the spelling that the user has begun."""
     yield from (f"{group.name if with_slashes else group.key}=" for group in root.groups.values())
-    yield from (f"{key.name}=" for key in root.keys.values() if key.last_part != COMPONENT_KIND)
+    yield from (f"{key.name}=" for key in root.keys.values() if not key.chooses_component)
 
 
 def _next_part(name: str, current: str) -> str:

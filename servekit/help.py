@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from servekit.config.describe import (
-    COMPONENT_KIND,
+    ANY_ENTRY,
     PRESET,
     Group,
     Key,
@@ -59,7 +59,7 @@ def overview(commands: Mapping[str, str], roots: Iterable[Root[Any]], style: Sty
         "  servekit serve +preset=interactive scheduler.max_num_seqs=64",
         "  servekit serve site.yaml server.port=9000",
         "  servekit config +preset=batch",
-        *(line for root in roots for line in ("", *_groups(root, style))),
+        *(line for root in roots if root.groups for line in ("", *_groups(root, style))),
         "",
         "servekit COMMAND --help lists every key with its default.",
         PRECEDENCE,
@@ -73,8 +73,7 @@ def command_help(root: Root[Any], usage: str, doc: str, style: Style) -> str:
         "",
         style.bold("usage") + f": {usage}",
         "",
-        *_groups(root, style),
-        "",
+        *((*_groups(root, style), "") if root.groups else ()),
         *_sections(root, style),
         PRECEDENCE,
         f"servekit config {root.name} [FILE.yaml] [key=value ...] prints the result and where each value came from.",
@@ -96,12 +95,19 @@ def _choice(group: Group) -> str:
 def _sections(root: Root[Any], style: Style) -> Iterator[str]:
     """The keys under their section, each section introduced by the docstring of its dataclass."""
     for section in ("", *root.sections):
-        own = [key for key in root.keys.values() if key.section == section and key.last_part != COMPONENT_KIND]
+        own = [key for key in root.keys.values() if key.section == section and not key.chooses_component]
         if own:
             yield style.bold(f"{section}." if section else "at the top") + f"  {_section_doc(root, section)}"
             for key in own:
-                yield _entry(f"{key.last_part}={key.default_text}", _explanation(root, key), 30, style)
+                for shown in (key, *_parts_of_entries(root, key)):
+                    name = shown.name.removeprefix(f"{section}.")
+                    yield _entry(f"{name}={shown.default_text}", _explanation(root, shown), 30, style)
             yield ""
+
+
+def _parts_of_entries(root: Root[Any], mapping: Key) -> list[Key]:
+    """What the entries of a mapping consist of, where they have parts."""
+    return [key for key in root.entries.values() if key.name.startswith(f"{mapping.name}.{ANY_ENTRY}.")]
 
 
 def _section_doc(root: Root[Any], section: str) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from math import inf
-from typing import Any
+from typing import Any, Protocol
 
+from servekit.config.bounds import above_zero, at_least
 from servekit.config.errors import ConfigError, require
 
 
@@ -43,16 +43,6 @@ class ArrivalKind(Enum):
     closed = "closed"
 
 
-def _at_least(key: str, value: float | None, minimum: float, example: object) -> None:
-    if value is not None:
-        require(value >= minimum, key, value, f"must be at least {minimum}", f"for example {key}={example}")
-
-
-def _above_zero(key: str, value: float | None, example: object) -> None:
-    if value is not None:
-        require(0 < value < inf, key, value, "must be greater than 0 and finite", f"for example {key}={example}")
-
-
 def _fixed_kind(group: str, given: Enum, own: Enum) -> None:
     """A component's kind follows from its group choice and cannot be set on its own."""
     if given is not own:
@@ -70,10 +60,20 @@ class WorkloadConfig:
     """Factor on every prompt and output length, rounded to whole tokens and never below one."""
     num_tenants: int | None = None
     """Tenants that the requests are spread over at random, sent as the field `user`; null: none is sent."""
+    priorities: dict[int, float] = field(default_factory=dict)
+    """Share of the requests in each class, by priority, as in {0: 1, 1: 9}; sent as the field `priority`. Empty: none
+    is sent."""
+    prediction_sigma: float | None = None
+    """How far predicted output lengths, sent as `predicted_output_tokens`, lie from the wanted ones: standard deviation
+    of the logarithm of their quotient. 0: they are exact. None is above the request's max_tokens, the wanted length,
+    since no server could believe it. null: none is sent."""
 
     def __post_init__(self) -> None:
-        _above_zero("workload.length_scale", self.length_scale, 0.25)
-        _at_least("workload.num_tenants", self.num_tenants, 1, 4)
+        above_zero("workload.length_scale", self.length_scale, 0.25)
+        at_least("workload.num_tenants", self.num_tenants, 1, 4)
+        for priority, share in self.priorities.items():
+            above_zero(f"workload.priorities.{priority}", share, 0.5)
+        at_least("workload.prediction_sigma", self.prediction_sigma, 0, 0.5)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class FixedWorkloadConfig(WorkloadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _fixed_kind("workload", self.kind, WorkloadKind.fixed)
-        _at_least("workload.prompt_tokens", self.prompt_tokens, 1, 256)
-        _at_least("workload.output_tokens", self.output_tokens, 1, 64)
+        at_least("workload.prompt_tokens", self.prompt_tokens, 1, 256)
+        at_least("workload.output_tokens", self.output_tokens, 1, 64)
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class LognormalWorkloadConfig(WorkloadConfig):
         _fixed_kind("workload", self.kind, WorkloadKind.lognormal)
         for side in ("prompt", "output"):
             median, limit = getattr(self, f"{side}_median_tokens"), getattr(self, f"max_{side}_tokens")
-            _at_least(f"workload.{side}_median_tokens", median, 1, 128)
-            _at_least(f"workload.{side}_sigma", getattr(self, f"{side}_sigma"), 0, 0.7)
+            at_least(f"workload.{side}_median_tokens", median, 1, 128)
+            at_least(f"workload.{side}_sigma", getattr(self, f"{side}_sigma"), 0, 0.7)
             require(limit >= median, f"workload.max_{side}_tokens", limit,
                     f"must be at least workload.{side}_median_tokens={median}",
                     f"set workload.max_{side}_tokens={median * 8} or lower the median")
@@ -143,7 +143,7 @@ class SharedPrefixWorkloadConfig(WorkloadConfig):
         _fixed_kind("workload", self.kind, WorkloadKind.shared_prefix)
         for name, example in (("num_prefixes", 4), ("prefix_tokens", 512), ("suffix_tokens", 64),
                               ("output_tokens", 64)):
-            _at_least(f"workload.{name}", getattr(self, name), 1, example)
+            at_least(f"workload.{name}", getattr(self, name), 1, example)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class MooncakeWorkloadConfig(WorkloadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _fixed_kind("workload", self.kind, WorkloadKind.mooncake)
-        _at_least("workload.block_tokens", self.block_tokens, 1, 512)
+        at_least("workload.block_tokens", self.block_tokens, 1, 512)
         require(self.path != "", "workload.path", self.path, "must not be empty", "name the JSONL file")
 
 
@@ -200,7 +200,7 @@ class PoissonArrivalConfig(ArrivalConfig):
 
     def __post_init__(self) -> None:
         _fixed_kind("arrival", self.kind, ArrivalKind.poisson)
-        _above_zero("arrival.rate_per_s", self.rate_per_s, 1.0)
+        above_zero("arrival.rate_per_s", self.rate_per_s, 1.0)
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ class GammaArrivalConfig(ArrivalConfig):
 
     def __post_init__(self) -> None:
         _fixed_kind("arrival", self.kind, ArrivalKind.gamma)
-        _above_zero("arrival.rate_per_s", self.rate_per_s, 1.0)
-        _above_zero("arrival.gap_cv", self.gap_cv, 2.0)
+        above_zero("arrival.rate_per_s", self.rate_per_s, 1.0)
+        above_zero("arrival.gap_cv", self.gap_cv, 2.0)
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class FixedArrivalConfig(ArrivalConfig):
 
     def __post_init__(self) -> None:
         _fixed_kind("arrival", self.kind, ArrivalKind.fixed)
-        _above_zero("arrival.rate_per_s", self.rate_per_s, 1.0)
+        above_zero("arrival.rate_per_s", self.rate_per_s, 1.0)
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class TraceArrivalConfig(ArrivalConfig):
 
     def __post_init__(self) -> None:
         _fixed_kind("arrival", self.kind, ArrivalKind.trace)
-        _above_zero("arrival.rate_scale", self.rate_scale, 1.0)
+        above_zero("arrival.rate_scale", self.rate_scale, 1.0)
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class ClosedArrivalConfig(ArrivalConfig):
 
     def __post_init__(self) -> None:
         _fixed_kind("arrival", self.kind, ArrivalKind.closed)
-        _at_least("arrival.concurrency", self.concurrency, 1, 8)
+        at_least("arrival.concurrency", self.concurrency, 1, 8)
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class SloConfig:
 
     def __post_init__(self) -> None:
         for limit in fields(self):
-            _above_zero(f"slo.{limit.name}", getattr(self, limit.name), 1.0)
+            above_zero(f"slo.{limit.name}", getattr(self, limit.name), 1.0)
 
     @property
     def is_set(self) -> bool:
@@ -317,6 +317,9 @@ class BenchConfig:
     """Sampling temperature; null: not sent."""
     continuous_usage: bool = True
     """Ask for token counts in every chunk (`continuous_usage_stats`); without, chunks share the total evenly."""
+    tenant_header: str | None = None
+    """HTTP header that carries a request's tenant, for servers with scheduler.tenants.key=header; null: the field
+    `user` does."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Fields to add to every request body."""
     slo: SloConfig = field(default_factory=SloConfig)
@@ -335,19 +338,49 @@ class BenchConfig:
                 "for example url=http://127.0.0.1:8000")
         require(not self.url.rstrip("/").endswith("/v1"), "url", self.url, "must be given without /v1",
                 f"set url={self.url.rstrip('/').removesuffix('/v1')}")
-        _above_zero("timeout_s", self.timeout_s, 600)
-        _at_least("num_requests", self.num_requests, 1, 100)
-        _above_zero("duration_s", self.duration_s, 60)
-        _at_least("warmup_requests", self.warmup_requests, 0, 2)
-        _at_least("seed", self.seed, 0, 1)
-        _at_least("vocab_low", self.vocab_low, 0, 100)
-        require(self.vocab_high > self.vocab_low, "vocab_high", self.vocab_high,
-                f"must be greater than vocab_low={self.vocab_low}", "for example vocab_high=30000")
-        _at_least("temperature", self.temperature, 0, 0.0)
-        replays_trace = isinstance(self.workload, TraceWorkloadConfig)
-        require(replays_trace or self.num_requests is not None or self.duration_s is not None,
-                "num_requests", self.num_requests, "leaves a synthetic workload without an end",
-                "set num_requests or duration_s")
-        require(replays_trace or not isinstance(self.arrival, TraceArrivalConfig), "arrival", "trace",
-                f"needs a workload with times of its own, and {self.workload.kind.value} has none",
-                "set workload=azure or workload=mooncake, or another arrival")
+        at_least("temperature", self.temperature, 0, 0.0)
+        require(self.tenant_header != "", "tenant_header", self.tenant_header, "must be the name of a header",
+                "for example tenant_header=x-tenant, or null")
+        check_load(self)
+
+
+class LoadConfig(Protocol):
+    """The settings that a benchmark and a simulation have in common."""
+
+    @property
+    def num_requests(self) -> int | None: ...
+    @property
+    def duration_s(self) -> float | None: ...
+    @property
+    def warmup_requests(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def vocab_low(self) -> int: ...
+    @property
+    def vocab_high(self) -> int: ...
+    @property
+    def workload(self) -> WorkloadConfig: ...
+    @property
+    def arrival(self) -> ArrivalConfig: ...
+
+
+def check_load(config: LoadConfig) -> None:
+    """Refuse a load that has no end, or times that its workload does not have. Raises ConfigError."""
+    above_zero("timeout_s", config.timeout_s, 600)
+    at_least("num_requests", config.num_requests, 1, 100)
+    above_zero("duration_s", config.duration_s, 60)
+    at_least("warmup_requests", config.warmup_requests, 0, 2)
+    at_least("seed", config.seed, 0, 1)
+    at_least("vocab_low", config.vocab_low, 0, 100)
+    require(config.vocab_high > config.vocab_low, "vocab_high", config.vocab_high,
+            f"must be greater than vocab_low={config.vocab_low}", "for example vocab_high=30000")
+    replays_trace = isinstance(config.workload, TraceWorkloadConfig)
+    require(replays_trace or config.num_requests is not None or config.duration_s is not None,
+            "num_requests", config.num_requests, "leaves a synthetic workload without an end",
+            "set num_requests or duration_s")
+    require(replays_trace or not isinstance(config.arrival, TraceArrivalConfig), "arrival", "trace",
+            f"needs a workload with times of its own, and {config.workload.kind.value} has none",
+            "set workload=azure or workload=mooncake, or another arrival")

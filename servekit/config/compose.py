@@ -16,8 +16,9 @@ Two rules go beyond "the later layer wins":
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,7 +29,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from servekit.config.describe import (
@@ -36,26 +37,31 @@ from servekit.config.describe import (
     PRESET,
     Group,
     Key,
+    MappingTypes,
     Required,
     Root,
     accepts,
     allowed_values,
     component_class,
     field_types,
-    is_mapping,
+    has_parts,
+    is_tuple,
+    mapping_types,
     nearest,
+    split_entry,
     type_words,
 )
-from servekit.config.errors import ConfigError
+from servekit.config.errors import ConfigError, show
 from servekit.config.origin import COMMAND_LINE, DEFAULT, Composed, Layer, Origin, Setting, blame
 from servekit.config.resolve import as_dict, flatten
-from servekit.config.roots import ROOTS, bench_root, serve_root
+from servekit.config.roots import ROOTS, bench_root, plan_root, serve_root
 from servekit.config.schema import Config
 
 if TYPE_CHECKING:
     from servekit.config.bench import BenchConfig
+    from servekit.config.plan import PlanConfig
 
-__all__ = ["Composed", "compose", "compose_bench", "compose_serve", "to_yaml"]
+__all__ = ["Composed", "compose", "compose_bench", "compose_plan", "compose_serve", "recompose", "to_yaml"]
 
 T = TypeVar("T")
 ENVIRONMENT_PREFIX = "SERVEKIT__"
@@ -73,6 +79,12 @@ def compose_bench(overrides: Sequence[str] = (), file: Path | None = None,
     return compose(bench_root(), overrides, file, environ)
 
 
+def compose_plan(overrides: Sequence[str] = (), file: Path | None = None,
+                 environ: Mapping[str, str] | None = None) -> Composed[PlanConfig]:
+    """The configuration of a capacity plan. Raises `ConfigError`."""
+    return compose(plan_root(), overrides, file, environ)
+
+
 def compose(root: Root[T], overrides: Sequence[str] = (), file: Path | None = None,
             environ: Mapping[str, str] | None = None) -> Composed[T]:
     """Compose `root` from conf/, a site file, environment variables (`SERVEKIT__…`) and Hydra overrides.
@@ -86,6 +98,15 @@ def compose(root: Root[T], overrides: Sequence[str] = (), file: Path | None = No
     choices = _choices(root, given)
     values = [setting for setting in given if setting.key not in root.groups]
     return _typed(root, _latest([*_conf_settings(root, choices), *values]))
+
+
+def recompose(root: Root[T], values: Mapping[str, Any], where: str) -> T:
+    """The configuration whose values `as_dict` gave; nothing is taken from conf/. `where` they are from, for errors.
+
+    Raises:
+        ConfigError: a key, value or option that this version does not have.
+    """
+    return _typed(root, _latest(_flat(root, Setting("", dict(values), Origin(Layer.site, where))))).config
 
 
 def to_yaml(config: object) -> str:
@@ -110,9 +131,19 @@ def _environment_settings(root: Root[Any], environ: Mapping[str, str]) -> Iterat
 
 
 def _belongs_to_another_command(root: Root[Any], key: str) -> bool:
-    """One environment may configure several commands: `bench` does not stumble over `serve`'s variables."""
+    """One environment may configure several commands: `bench` does not stumble over `serve`'s variables.
+
+    A key that only another command has is the other's, even where both have a section of that name.
+    """
     top = key.partition(".")[0]
-    return top not in _top_level(root) and any(top in _top_level(other()) for other in ROOTS.values())
+    others = [other() for other in ROOTS.values()]
+    if top not in _top_level(root):
+        return any(top in _top_level(other) for other in others)
+    return not _has(root, key) and any(_has(other, key) for other in others)
+
+
+def _has(root: Root[Any], key: str) -> bool:
+    return root.find(key) is not None or key in root.groups
 
 
 def _top_level(root: Root[Any]) -> set[str]:
@@ -148,9 +179,8 @@ def _quoting_hint(key: str, value: str, origin: Origin) -> str:
 
 
 def _flat(root: Root[Any], setting: Setting) -> Iterator[Setting]:
-    """A nested value as one setting for each key of the schema."""
-    known = root.keys.get(setting.key)
-    if known is None and isinstance(setting.value, dict):
+    """A nested value as one setting for each key of the schema; a mapping stays whole."""
+    if root.find(setting.key) is None and isinstance(setting.value, dict):
         for name, value in setting.value.items():
             yield from _flat(root, Setting(f"{setting.key}.{name}".lstrip("."), value, setting.origin))
     else:
@@ -258,13 +288,13 @@ def _typed(root: Root[T], settings: Mapping[str, Setting]) -> Composed[T]:
     node = _skeleton(root.schema, classes, "")
     dropped = []
     for setting in settings.values():
-        if _is_known(setting.key, classes):
+        if _is_known(root, setting.key, classes):
             _assign(root, node, setting)
         elif _was_replaced(root, setting, settings):
             dropped.append(setting)
         else:
             raise blame(_unknown_key(root, setting, classes), setting.origin)
-    config = cast(T, _finish(node, settings))
+    config = cast(T, _made(node, "", settings))
     return Composed(config, {key: _origin(key, settings) for key in flatten(config)}, tuple(dropped))
 
 
@@ -296,25 +326,94 @@ def _skeleton(schema: type, classes: Mapping[str, type], section: str) -> DictCo
     return node
 
 
-def _is_known(key: str, classes: Mapping[str, type]) -> bool:
-    """Whether the chosen components have this key, or a mapping that it is an entry of."""
-    section, _, name = key.rpartition(".")
-    if section in classes:
-        annotation = field_types(classes[section]).get(name)
-        return annotation is not None and not is_dataclass(annotation)
-    outer, _, mapping = section.rpartition(".")
-    return outer in classes and is_mapping(field_types(classes[outer]).get(mapping))
+def _is_known(root: Root[Any], name: str, classes: Mapping[str, type]) -> bool:
+    """Whether the chosen components have this key, or the mapping that it lies in."""
+    owner = root.mapping_of(name) or root.keys.get(name)
+    return (owner is not None and root.find(name) is not None
+            and owner.last_part in field_types(classes.get(owner.section, _Nothing)))
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """A section that the chosen components do not have."""
 
 
 def _assign(root: Root[Any], node: DictConfig, setting: Setting) -> None:
-    key = root.keys.get(setting.key)
-    if key is not None and _is_number_for_text(key.annotation, setting.value):
-        raise blame(ConfigError(setting.key, setting.value, f"must be {type_words(key.annotation)}",
+    """Set one key of the tree, be it an entry of a mapping or a part of one."""
+    mapping = root.mapping_of(setting.key)
+    key = mapping or root.keys[setting.key]
+    section = OmegaConf.select(node, key.section) if key.section else node
+    if mapping is None:
+        _put(root, section, key.last_part, key.annotation, setting)
+        return
+    types = mapping_types(mapping.annotation)
+    assert types is not None
+    if section[mapping.last_part] is None:
+        section[mapping.last_part] = {}
+    entries, (text, part) = section[mapping.last_part], split_entry(mapping, setting.key)
+    entry = _entry_name(types, text, setting)
+    if not part:
+        _put(root, entries, entry, types.value, setting)
+        return
+    if entry not in entries:
+        entries[entry] = _skeleton(types.value, {}, setting.key)
+    _put(root, entries[entry], part, field_types(types.value)[part], setting)
+
+
+def _put(root: Root[Any], node: DictConfig, name: Any, annotation: Any, setting: Setting) -> None:
+    """Give `node[name]` a value of its declared type; a mapping part by part, so that an error names the part."""
+    value, types = setting.value, mapping_types(annotation)
+    if types is not None and isinstance(value, dict):
+        node[name] = {}
+        for entry, part in value.items():
+            inner = _inside(setting, entry, part)
+            _put(root, node[name], _entry_name(types, entry, inner), types.value, inner)
+    elif is_dataclass(annotation) and isinstance(value, dict):
+        assert isinstance(annotation, type)
+        node[name] = _skeleton(annotation, {}, setting.key)
+        for field, part in value.items():
+            inner = _inside(setting, field, part)
+            if field not in field_types(annotation):
+                raise blame(_unknown_part(inner, annotation), setting.origin)
+            _put(root, node[name], field, field_types(annotation)[field], inner)
+    else:
+        _put_plain(root, node, name, annotation, setting)
+
+
+def _inside(setting: Setting, name: object, value: object) -> Setting:
+    return Setting(f"{setting.key}.{name}", value, setting.origin)
+
+
+def _put_plain(root: Root[Any], node: DictConfig, name: Any, annotation: Any, setting: Setting) -> None:
+    if _is_number_for_text(annotation, setting.value):
+        raise blame(ConfigError(setting.key, setting.value, f"must be {type_words(annotation)}",
                                 f"""quote it, as in {setting.key}='"VALUE"'"""), setting.origin)
+    # An interpolation could stand for a container of any content: only values of one piece may be one.
+    is_whole = isinstance(setting.value, str) and has_parts(annotation)
     try:
-        OmegaConf.update(node, setting.key, setting.value, merge=False)
+        if is_whole:
+            raise ValidationError
+        node[name] = setting.value
     except OmegaConfBaseException:
-        raise blame(_wrong_type(root, setting.key, setting.value), setting.origin) from None
+        raise blame(_wrong_type(root, setting, annotation), setting.origin) from None
+
+
+def _entry_name(types: MappingTypes, given: object, setting: Setting) -> str | int:
+    """The name of an entry in the type that its mapping declares."""
+    if types.name is int and re.fullmatch("-?[0-9]+", str(given)):
+        return int(str(given))
+    if types.name is str and isinstance(given, str):
+        return given
+    remedy = "quote it" if types.name is str else "for example 0"
+    raise blame(ConfigError(setting.key, setting.value, f"the name of this entry must be {type_words(types.name)}, "
+                            f"not {show(given)}", remedy), setting.origin)
+
+
+def _unknown_part(setting: Setting, schema: type) -> ConfigError:
+    section, _, name = setting.key.rpartition(".")
+    meant, known = nearest(name, field_types(schema)), ", ".join(field_types(schema))
+    return ConfigError(setting.key, setting.value, "there is no such key",
+                       f"did you mean {section}.{meant}?" if meant else f"an entry has {known}")
 
 
 def _is_number_for_text(annotation: Any, value: object) -> bool:
@@ -322,44 +421,64 @@ def _is_number_for_text(annotation: Any, value: object) -> bool:
     return isinstance(value, bool | int | float) and accepts(annotation, str) and not accepts(annotation, type(value))
 
 
-def _wrong_type(root: Root[Any], name: str, value: object) -> ConfigError:
-    key = root.keys.get(name)
-    if key is None:
-        return ConfigError(name, value, "is neither plain text nor a number", "give a plain value")
-    meant = nearest(str(value), allowed_values(key.annotation))
-    return ConfigError(name, value, f"must be {type_words(key.annotation)}",
-                       f"did you mean {name}={meant}?" if meant else _remedy_for_value(key))
+def _wrong_type(root: Root[Any], setting: Setting, annotation: Any) -> ConfigError:
+    name, value = setting.key, setting.value
+    meant = nearest(str(value), allowed_values(annotation))
+    return ConfigError(name, value, f"must be {type_words(annotation)}",
+                       f"did you mean {name}={meant}?" if meant else _remedy_for_value(root, name, annotation))
 
 
-def _remedy_for_value(key: Key) -> str:
-    if key.default is Required.required:
-        return f"set {key.name}=VALUE"
-    return f"the default is {key.name}={key.default_text}"
+def _remedy_for_value(root: Root[Any], name: str, annotation: Any) -> str:
+    key = root.find(name)
+    if key is not None and key.default is not Required.required:
+        return f"the default is {name}={key.default_text}"
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return f"set {name}.{next(iter(field_types(annotation)))}=VALUE"
+    return f"set {name}=VALUE"
 
 
 def _was_replaced(root: Root[Any], setting: Setting, settings: Mapping[str, Setting]) -> bool:
-    section = setting.key.rpartition(".")[0]
-    kind = settings.get(f"{section}.{COMPONENT_KIND}")
-    return setting.key in root.keys and kind is not None and setting.origin.layer < kind.origin.layer
+    owner = root.mapping_of(setting.key) or root.keys.get(setting.key)
+    kind = settings.get(f"{owner.section}.{COMPONENT_KIND}") if owner is not None else None
+    return kind is not None and setting.origin.layer < kind.origin.layer
 
 
 def _unknown_key(root: Root[Any], setting: Setting, classes: Mapping[str, type]) -> ConfigError:
-    known = root.keys.get(setting.key)
-    section = setting.key.rpartition(".")[0]
+    known = root.mapping_of(setting.key) or root.keys.get(setting.key)
+    if known is not None and root.find(setting.key) is not None:
+        return ConfigError(setting.key, setting.value, f"the chosen {known.section} has no such option",
+                           f"choose {_kinds(root, known)}, or leave the option out")
     if known is not None:
-        return ConfigError(setting.key, setting.value, f"the chosen {section} has no such option",
-                           f"choose {_kinds(root, section, known)}, or leave the option out")
+        return _unknown_entry(setting, known)
     if setting.key in root.sections:
         inside = next(key for key in root.keys if key.startswith(f"{setting.key}."))
         return ConfigError(setting.key, setting.value, "is a section and has no value of its own",
                            f"set one of its keys, such as {inside}")
-    meant = nearest(setting.key, [*root.keys, *root.groups])
+    if meant := nearest(setting.key, [*root.keys, *root.groups]):
+        return ConfigError(setting.key, setting.value, "there is no such key", f"did you mean {meant}?")
     return ConfigError(setting.key, setting.value, "there is no such key",
-                       f"did you mean {meant}?" if meant else f"{_help_command(root)} lists all keys")
+                       _where_it_is_known(setting.key) or f"{_help_command(root)} lists all keys")
 
 
-def _kinds(root: Root[Any], section: str, key: Key) -> str:
+def _where_it_is_known(name: str) -> str | None:
+    """The command that has a key of this name, or one that ends so."""
+    return next((f"servekit {other.name} has {key}" for other in (make() for make in ROOTS.values())
+                 for key in other.keys if f".{key}".endswith(f".{name}")), None)
+
+
+def _unknown_entry(setting: Setting, mapping: Key) -> ConfigError:
+    """A part that the entries of a mapping do not have."""
+    types = mapping_types(mapping.annotation)
+    assert types is not None
+    if isinstance(types.value, type) and is_dataclass(types.value):
+        return _unknown_part(setting, types.value)
+    return ConfigError(setting.key, setting.value, f"an entry of {mapping.name} is {type_words(types.value)}",
+                       f"write a name with a dot in it as {mapping.name}={{name: VALUE}}")
+
+
+def _kinds(root: Root[Any], key: Key) -> str:
     """How to choose a component that has this option: by the name of a file, where one has the name of the kind."""
+    section = key.section
     options = root.groups[section].option_names if section in root.groups else ()
     return " or ".join(f"{section}={kind}" if kind in options else f"{section}.{COMPONENT_KIND}={kind}"
                        for kind in key.kinds)
@@ -369,30 +488,46 @@ def _help_command(root: Root[Any]) -> str:
     return f"servekit {root.name} --help"
 
 
-def _finish(node: DictConfig, settings: Mapping[str, Setting]) -> object:
-    """Resolve interpolations, and make the frozen instances, which check their bounds."""
-    for setting in settings.values():
-        _check_interpolation(node, setting)
-    for name in sorted(OmegaConf.missing_keys(node)):
-        raise blame(ConfigError(name, "???", "must be given", f"set {name}=VALUE"), _origin(name, settings))
+def _made(node: DictConfig, key: str, settings: Mapping[str, Setting]) -> object:
+    """The frozen instance of a node of the tree, which checks its bounds; interpolations are resolved."""
+    schema = OmegaConf.get_type(node)
+    assert schema is not None
+    values = {name: _value(node, name, annotation, f"{key}.{name}".lstrip("."), settings)
+              for name, annotation in field_types(schema).items()}
     try:
-        return OmegaConf.to_object(node)
+        return schema(**values)
     except ConfigError as error:
         raise blame(error, _origin(error.key, settings)) from None
 
 
-def _check_interpolation(node: DictConfig, setting: Setting) -> None:
+def _value(node: DictConfig, name: Any, annotation: Any, key: str, settings: Mapping[str, Setting]) -> object:
+    """What a node holds under a name, as the declared type says."""
+    if OmegaConf.is_missing(node, name):
+        raise blame(ConfigError(key, "???", "must be given", f"set {key}=VALUE"), _origin(key, settings))
+    value, types = _read(node, name, key, settings), mapping_types(annotation)
+    if is_dataclass(annotation):
+        return _made(value, key, settings)
+    if types is not None and value is not None:
+        return {entry: _value(value, entry, types.value, f"{key}.{entry}", settings) for entry in value}
+    return tuple(value) if is_tuple(annotation) and value is not None else value
+
+
+def _read(node: DictConfig, name: Any, key: str, settings: Mapping[str, Setting]) -> Any:
+    """An item of a node; containers of plain values as plain containers."""
     try:
-        value = OmegaConf.select(node, setting.key)
-        if OmegaConf.is_config(value):
-            OmegaConf.to_container(value, resolve=True)
+        value = node[name]
+        return value if isinstance(value, DictConfig) or not OmegaConf.is_config(value) else (
+            OmegaConf.to_container(value, resolve=True))
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise blame(ConfigError(setting.key, setting.value, reason, "correct the ${...} in it"),
-                    setting.origin) from None
+        written = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index]
+        raise blame(ConfigError(key, written, str(error).splitlines()[0], "correct the ${...} in it"),
+                    _origin(key, settings)) from None
 
 
 def _origin(key: str, settings: Mapping[str, Setting]) -> Origin:
-    """Where a key's value came from; of a mapping, the last of the settings that it is made of."""
-    parts = [setting for name, setting in settings.items() if f"{name}.".startswith(f"{key}.")]
-    return parts[-1].origin if parts else DEFAULT
+    """Where a key's value came from; of a mapping, where each of the settings that it is made of did."""
+    parts = [setting.origin for name, setting in settings.items()
+             if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
+    if not parts:
+        return DEFAULT
+    return Origin(max(part.layer for part in parts), ", ".join(dict.fromkeys(part.where for part in parts)))

@@ -25,6 +25,8 @@ T = TypeVar("T")
 CONF_DIR = Path(str(servekit.conf.__file__)).parent
 COMPONENT_KIND = "kind"
 PRESET = "preset"
+ANY_ENTRY = "*"
+"""Stands in a dotted name for whatever the entries of a mapping are called."""
 
 
 class Required(Enum):
@@ -65,6 +67,11 @@ class Key:
     def last_part(self) -> str:
         """Its name inside its section."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def chooses_component(self) -> bool:
+        """Whether it names a component, which is chosen by its group."""
+        return bool(self.kinds) and self.last_part == COMPONENT_KIND
 
     @property
     def default_text(self) -> str:
@@ -130,11 +137,52 @@ class Root(Generic[T]):
         return found
 
     @cached_property
+    def entries(self) -> Mapping[str, Key]:
+        """What the mappings of the user's own names hold: one key with `*` for the name stands for all entries."""
+        return {key.name: key for mapping in self.keys.values() for key in _entry_keys(mapping)}
+
+    def mapping_of(self, name: str) -> Key | None:
+        """The mapping inside which a dotted name lies."""
+        return next((self.keys[outer] for outer in _outer_names(name)
+                     if outer in self.keys and is_mapping(self.keys[outer].annotation)), None)
+
+    def find(self, name: str) -> Key | None:
+        """The setting of a dotted name, be it an entry of a mapping or part of one; None if there is none."""
+        mapping = self.mapping_of(name)
+        if mapping is None:
+            return self.keys.get(name)
+        _, part = split_entry(mapping, name)
+        found = self.entries.get(f"{mapping.name}.{ANY_ENTRY}.{part}".removesuffix("."))
+        return None if found is None else replace(found, name=name)
+
+    @cached_property
     def groups(self) -> Mapping[str, Group]:
         """The groups that apply, by the dotted key that they fill: those of sections, and the presets."""
         folders = [*self.sections, *([PRESET] if self.has_presets else [])]
         found = (_group(self.conf_dir, key.replace(".", "/")) for key in folders)
         return {group.key: group for group in found if group.options}
+
+
+def _outer_names(name: str) -> Iterator[str]:
+    """The sections around a dotted name, innermost first."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def split_entry(mapping: Key, name: str) -> tuple[str, str]:
+    """Of a dotted name inside a mapping, the entry's own name and the part of it; no part for the whole entry."""
+    entry, _, part = name.removeprefix(f"{mapping.name}.").partition(".")
+    return entry, part
+
+
+def _entry_keys(mapping: Key) -> Iterator[Key]:
+    types = mapping_types(mapping.annotation)
+    if types is not None:
+        name = f"{mapping.name}.{ANY_ENTRY}"
+        yield Key(name, types.value, Required.required, mapping.doc, mapping.kinds)
+        if is_dataclass(types.value):
+            assert isinstance(types.value, type)
+            yield from _keys(types.value, f"{name}.", mapping.kinds)
 
 
 def _merged(earlier: Key, later: Key) -> Key:
@@ -265,23 +313,55 @@ def accepts(annotation: Any, kind: type) -> bool:
     return kind in _members(annotation)
 
 
+@dataclass(frozen=True)
+class MappingTypes:
+    """The declared types of a mapping's names and values."""
+
+    name: type
+    value: Any
+
+
+def mapping_types(annotation: Any) -> MappingTypes | None:
+    """What a mapping with names of the user's own holds; None for any other type."""
+    found = next((member for member in _members(annotation) if get_origin(member) is dict), None)
+    return None if found is None else MappingTypes(*get_args(found))
+
+
 def is_mapping(annotation: Any) -> bool:
-    """Whether the key holds a mapping with keys of the user's own."""
-    return get_origin(annotation) is dict
+    """Whether the key holds a mapping with names of the user's own."""
+    return mapping_types(annotation) is not None
+
+
+def has_parts(annotation: Any) -> bool:
+    """Whether the key holds a mapping, a sequence or settings of its own, and not one plain value."""
+    return any(get_origin(member) in (dict, list, tuple) or is_dataclass(member) for member in _members(annotation))
+
+
+def is_tuple(annotation: Any) -> bool:
+    """Whether the key holds a sequence that cannot be changed."""
+    return any(get_origin(member) is tuple for member in _members(annotation))
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
-_CONTAINERS = {dict: "a mapping {name: value}", list: "a list [a, b]", tuple: "a list [a, b]"}
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null",
+          Any: "a value"}
 
 
 def _word(member: Any) -> str:
     if isinstance(member, type) and issubclass(member, Enum):
         return f"one of {', '.join(member.__members__)}"
-    return _WORDS.get(member) or _CONTAINERS.get(get_origin(member), str(member))
+    if is_dataclass(member):
+        assert isinstance(member, type)
+        return f"settings {{{', '.join(field_types(member))}}}"
+    if get_origin(member) in (list, tuple):
+        return f"a list [a, b], each {type_words(get_args(member)[0])}"
+    if types := mapping_types(member):
+        name, value = (type_words(part).removeprefix("a ") for part in (types.name, types.value))
+        return f"a mapping {{{name}: {value}}}"
+    return _WORDS.get(member, str(member))
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

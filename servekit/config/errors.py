@@ -28,9 +28,13 @@ def require(condition: bool, key: str, value: object, limit: str, remedy: str) -
 
 
 def show(value: object) -> str:
-    """A value as a person would write it in an override: `null`, `true`, plain text."""
+    """A value as a person would write it in an override: `null`, `true`, plain text, `[1, 2]`, `{a: 1}`."""
     if value is None:
         return "null"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{show(name)}: {show(part)}' for name, part in value.items())}}}"
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -10,6 +10,8 @@ from servekit.config.schema import Config
 
 if TYPE_CHECKING:
     from servekit.config.bench import BenchConfig
+    from servekit.config.plan import PlanConfig
+    from servekit.config.simulate import SimulateConfig
 
 
 def serve_root() -> Root[Config]:
@@ -24,4 +26,19 @@ def bench_root() -> Root[BenchConfig]:
     return Root("bench", BenchConfig)
 
 
-ROOTS: Mapping[str, Callable[[], Root[Any]]] = {"serve": serve_root, "bench": bench_root}
+def plan_root() -> Root[PlanConfig]:
+    """A capacity plan."""
+    from servekit.config.plan import PlanConfig
+
+    return Root("plan", PlanConfig)
+
+
+def simulate_root() -> Root[SimulateConfig]:
+    """A simulated run."""
+    from servekit.config.simulate import SimulateConfig
+
+    return Root("simulate", SimulateConfig, has_presets=True)
+
+
+ROOTS: Mapping[str, Callable[[], Root[Any]]] = {"serve": serve_root, "bench": bench_root, "plan": plan_root,
+                                                 "simulate": simulate_root}

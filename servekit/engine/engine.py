@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,11 @@ from typing import Protocol
 from servekit.core.plan import Plan, StepResult
 from servekit.core.request import FinishReason, RequestEvent, RequestId, RequestSpec
 from servekit.core.scheduler import Scheduler
-from servekit.engine.messages import EngineStats, StepOutput, StepRecord
+from servekit.engine.messages import Breakdown, EngineStats, StepOutput, StepRecord
+from servekit.engine.step_log import NoStepLog, StepLog
+
+_BREAKDOWN_INTERVAL_S = 1.0
+"""Counters by name change with every step, and copying and sending them is not free."""
 
 
 class Executor(Protocol):
@@ -34,33 +39,60 @@ class Engine:
     `clock` gives seconds and never goes back; arrival times of requests are on the same clock.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic,
+                 log: StepLog | None = None) -> None:
         self._scheduler = scheduler
+        self._log = log or NoStepLog()
         self._executor = executor
         self._clock = clock
         self._spent = _Spent()
+        self._last_plan: Plan | None = None
         self._unsent: list[RequestEvent] = []
         """Refusals and aborts since the last step."""
+        self._breakdown_due_s = -math.inf
 
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do or to say."""
         return self._scheduler.has_requests or bool(self._unsent)
 
+    def idle_s(self) -> float | None:
+        """For how long a step would find nothing to compute, if no request comes or goes: 0 right after one that did.
+
+        None: until a request comes. Requests may be here and wait, for instance for their batch to fill.
+        """
+        plan = self._last_plan
+        if self._unsent:
+            return 0.0
+        if not self._scheduler.has_requests:
+            return None
+        if plan is None or plan.has_work:
+            return 0.0
+        return None if plan.wake_s is None else max(0.0, plan.wake_s - self._clock())
+
     def add(self, specs: Sequence[RequestSpec]) -> None:
         """Accept requests, all or none; refusals are events of the next step."""
-        self._unsent += self._scheduler.add(specs, self._clock())
+        now = self._clock()
+        self._log.added(specs, now)
+        self._unsent += self._scheduler.add(specs, now)
+        self._last_plan = None
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
         """End requests now; their last events are part of the next step."""
-        self._unsent += self._scheduler.abort(request_ids, self._clock())
+        now = self._clock()
+        self._log.aborted(request_ids, now)
+        self._unsent += self._scheduler.abort(request_ids, now)
+        self._last_plan = None
 
     def abort_all(self, reason: FinishReason, message: str) -> None:
         """End every request now; their last events are part of the next step."""
-        self._unsent += self._scheduler.abort_all(self._clock(), reason, message)
+        now = self._clock()
+        self._log.all_aborted(now, reason, message)
+        self._unsent += self._scheduler.abort_all(now, reason, message)
 
     def reset_prefix_cache(self) -> int:
         """Forget cached prefixes that no request holds; returns the number of blocks forgotten."""
+        self._log.cache_reset(self._clock())
         return self._scheduler.reset_prefix_cache()
 
     def step(self) -> StepOutput:
@@ -68,16 +100,20 @@ class Engine:
         started = self._clock()
         plan = self._scheduler.schedule(started)
         planned = self._clock()
+        self._last_plan = plan
+        self._log.planned(plan, started)
         result = self._executor.execute(plan) if plan.has_work else StepResult({})
         executed = self._clock()
+        self._log.updated(result, planned, executed)
         events = self._take_unsent() + self._scheduler.update(plan, result, executed)
         finished = self._clock()
         self._spent.schedule_s += planned - started
         self._spent.execute_s += executed - planned
         self._spent.update_s += finished - executed
-        return StepOutput(tuple(events), self.stats(), _record(plan, finished - started) if plan.items else None)
+        return StepOutput(tuple(events), self.stats(self._is_breakdown_due(finished)),
+                          _record(plan, finished - started) if plan.items else None)
 
-    def stats(self) -> EngineStats:
+    def stats(self, with_breakdown: bool = True) -> EngineStats:
         """Counters and gauges as of now."""
         scheduler, stats, pool = self._scheduler, self._scheduler.stats, self._scheduler.kv.pool
         return EngineStats(
@@ -93,14 +129,19 @@ class Engine:
             recomputed_tokens_total=stats.recomputed_tokens,
             generation_tokens_total=stats.generation_tokens,
             preemptions_total=stats.preemptions,
-            preemptions_by_kind_total=dict(stats.preemptions_by_kind),
             swapped_out_blocks_total=stats.swapped_out_blocks,
             swapped_in_blocks_total=stats.swapped_in_blocks,
-            refused_total=dict(stats.refused),
-            bound_total=dict(stats.bound),
             schedule_s_total=self._spent.schedule_s,
             execute_s_total=self._spent.execute_s,
-            update_s_total=self._spent.update_s)
+            update_s_total=self._spent.update_s,
+            breakdown=Breakdown.of(stats) if with_breakdown else None)
+
+    def _is_breakdown_due(self, now: float) -> bool:
+        """Whether a second has passed since the last one, or nothing is left to do."""
+        is_due = now >= self._breakdown_due_s or not self._scheduler.has_requests
+        if is_due:
+            self._breakdown_due_s = now + _BREAKDOWN_INTERVAL_S
+        return is_due
 
     def check(self) -> None:
         """Raise AssertionError unless the scheduler's books agree."""

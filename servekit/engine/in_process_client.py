@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from servekit.config.schema import Config
@@ -114,9 +115,9 @@ class InProcessClient:
         try:
             while self._state is EngineState.ready:
                 orders, self._orders = self._orders, []
-                if not orders and not self._engine.has_work:
-                    self._wake.clear()
-                    await self._wake.wait()
+                idle_s = self._engine.idle_s()
+                if not orders and idle_s != 0.0:
+                    await self._sleep(idle_s)
                     continue
                 self._publish(await loop.run_in_executor(self._thread, _advance, self._engine, orders))
         except Exception as error:
@@ -124,11 +125,17 @@ class InProcessClient:
             self._streams.end_all(FinishReason.error, f"the engine failed: {error}")
             raise
 
+    async def _sleep(self, idle_s: float | None) -> None:
+        """Until an order comes, or a waiting request's time."""
+        self._wake.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), idle_s)
+
     def _publish(self, output: StepOutput) -> None:
-        self._stats = output.stats
+        self._stats = output.stats.after(self._stats)
         self._streams.deliver(output.events)
         for observer in self._observers:
-            observer(output.stats, output.step)
+            observer(self._stats, output.step)
 
 
 def _advance(engine: Engine, orders: Sequence[Callable[[Engine], object]]) -> StepOutput:

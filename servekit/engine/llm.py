@@ -97,6 +97,7 @@ class LLM:
         waiting = list(jobs)
         while waiting or self._engine.has_work:
             waiting = self._feed(waiting)
+            time.sleep(self._engine.idle_s() or 0.0)  # A batch may wait for its time.
             for event in self._engine.step().events:
                 job = job_of[event.request_id]
                 job.hear(event)

@@ -5,11 +5,12 @@ One message a step travels back, not one a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from servekit.core.request import RequestEvent, RequestId, RequestSpec
+from servekit.core.stats import SchedulerStats, Service, ServiceByGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,38 @@ class EngineFacts:
     """Seconds spent loading weights."""
     notes: tuple[str, ...] = ()
     """What was derived or lowered, `key: old -> new (why)`, one line each."""
+    num_host_blocks: int = 0
+    """KV blocks in the host's memory, for requests that are swapped out."""
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return self.num_kv_blocks * self.block_size_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Counters since the engine started, by name."""
+
+    bounds: dict[str, int] = field(default_factory=dict)
+    """Steps by what bound them (core.plan.Bound)."""
+    preemptions: dict[str, int] = field(default_factory=dict)
+    """What became of preempted requests (core.plan.PreemptionKind)."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Requests refused on arrival, by reason."""
+    classes: dict[str, Service] = field(default_factory=dict)
+    """By the requests' priority."""
+    tenants: dict[str, Service] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stats: SchedulerStats) -> Breakdown:
+        """What a scheduler has counted until now."""
+        return cls(dict(stats.bound), dict(stats.preemptions_by_kind), dict(stats.refused),
+                   _copied(stats.classes), _copied(stats.tenants))
+
+
+def _copied(groups: ServiceByGroup) -> dict[str, Service]:
+    return {str(group): replace(service) for group, service in groups.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +91,17 @@ class EngineStats:
     """Tokens computed again after a preemption."""
     generation_tokens_total: int = 0
     preemptions_total: int = 0
-    preemptions_by_kind_total: dict[str, int] = field(default_factory=dict)
-    """What became of preempted requests (core.plan.PreemptionKind)."""
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
-    refused_total: dict[str, int] = field(default_factory=dict)
-    """Refusals on arrival by reason."""
-    bound_total: dict[str, int] = field(default_factory=dict)
-    """Steps by what bound them (core.plan.Bound)."""
     schedule_s_total: float = 0.0
     execute_s_total: float = 0.0
     update_s_total: float = 0.0
+    breakdown: Breakdown | None = field(default_factory=Breakdown)
+    """None in most messages: as in the last one that had it, at most about a second ago."""
+
+    def after(self, last: EngineStats) -> EngineStats:
+        """The same with a breakdown: its own, or else that of the message before."""
+        return self if self.breakdown is not None else replace(self, breakdown=last.breakdown)
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):

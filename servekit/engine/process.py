@@ -59,7 +59,8 @@ class EngineProcess:
         """Alternate between inbox and steps until told to shut down."""
         while not self._is_shutting_down:
             was_working = engine.has_work
-            self._take_inbox(engine, wait_s=0.0 if was_working else self._heartbeat_s)
+            idle_s = engine.idle_s()
+            self._take_inbox(engine, wait_s=self._heartbeat_s if idle_s is None else min(idle_s, self._heartbeat_s))
             output = engine.step() if engine.has_work else StepOutput((), engine.stats())
             self.send(output)
             if was_working and not engine.has_work:

@@ -236,9 +236,9 @@ class ProcessClient:
                     answer.set_result(num_blocks)
 
     def _publish(self, stats: EngineStats, step: StepRecord | None) -> None:
-        self._stats = stats
+        self._stats = stats.after(self._stats)
         for observer in self._observers:
-            observer(stats, step)
+            observer(self._stats, step)
 
     def _fail_in_flight(self, cause: str) -> None:
         self._streams.end_all(FinishReason.error, f"{cause}; the request was lost, send it again")

@@ -29,8 +29,10 @@ class Resolved:
     """`key: requested -> resolved (why)`, one line each."""
 
 
-def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: KernelSet = KernelSet.cpu) -> Resolved:
-    """Settle what was left open; `auto` kernels are at best the `available` ones.
+def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: KernelSet | None = None) -> Resolved:
+    """Settle what was left open; `auto` kernels are those that suit the device if they are `available`.
+
+    `available` is None before they were tried; afterwards it is what came of it.
 
     Raises ConfigError for what does not go together.
     """
@@ -45,13 +47,15 @@ def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: Ker
     return Resolved(dtype, kv_dtype, quantization, kernels, _threads(config, device, notes), tuple(notes))
 
 
-def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType, available: KernelSet,
-             notes: list[str]) -> KernelSet:
+def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType,
+             available: KernelSet | None, notes: list[str]) -> KernelSet:
     computes_here = device.kind is Device.cpu and dtype is DType.float32
+    computes_on_gpu = device.kind is Device.cuda and dtype is not DType.float64
     heads_per_key_head = spec.num_heads // spec.num_kv_heads
     if config.engine.kernels is KernelSet.auto:
         suits_cpu = computes_here and heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD
-        kernels = available if suits_cpu else KernelSet.reference
+        suited = KernelSet.cpu if suits_cpu else KernelSet.triton if computes_on_gpu else KernelSet.reference
+        kernels = suited if available in (None, suited) else KernelSet.reference
         notes.append(f"engine.kernels: auto -> {kernels.value}")
         return kernels
     if config.engine.kernels is KernelSet.cpu:
@@ -61,6 +65,10 @@ def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType,
         require(heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD, "engine.kernels", "cpu",
                 f"the C++ attention takes {_MOST_HEADS_PER_KEY_HEAD} query heads a key head, and the model has "
                 f"{heads_per_key_head}", "set engine.kernels=auto")
+    if config.engine.kernels is KernelSet.triton:
+        require(computes_on_gpu, "engine.kernels", "triton",
+                f"the Triton operations compute on a GPU in float32 or less, and this is {dtype.value} on "
+                f"{device.kind.value}", "set engine.kernels=auto, or engine.device=cuda and model.dtype=auto")
     return config.engine.kernels
 
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from servekit.config.bench import BenchConfig, ClosedArrivalConfig, TraceWorkloadConfig
+from servekit.config.bench import BenchConfig, ClosedArrivalConfig, LoadConfig, TraceWorkloadConfig
 from servekit.config.errors import ConfigError, require
 from servekit.load.arrivals import schedule
 from servekit.load.driver import Limits, LoadRun
 from servekit.load.openai import OpenAITarget, RequestOptions, ask_facts, open_session
 from servekit.load.progress import progress
-from servekit.load.report import Run, check_out, print_report, write_document
+from servekit.load.records import RequestRecord
+from servekit.load.report import Run, check_out, count_failures, print_report, write_document
 from servekit.load.summary import summarise
 from servekit.load.workload import ConfiguredWorkload, Vocabulary, shapes
 
@@ -36,14 +37,14 @@ def run(composed: Composed[BenchConfig]) -> int:
     """
     config = composed.config
     check_out(config.out, config.overwrite)
-    finished = asyncio.run(bench(config, Console(stderr=True)))
+    finished, records = asyncio.run(bench(config, Console(stderr=True)))
     print_report(finished, Console())
     if config.out is not None:
-        write_document(finished, config.out)
+        write_document(finished, records, config.out)
     return 0 if finished.summary.counts.succeeded else 1
 
 
-async def bench(config: BenchConfig, console: Console) -> Run:
+async def bench(config: BenchConfig, console: Console) -> tuple[Run, list[RequestRecord]]:
     """Send the load that a configuration describes, showing progress on `console`. Raises ConfigError."""
     seed = secrets.randbits(32) if config.seed is None else config.seed
     limits = limits_of(config)
@@ -59,10 +60,12 @@ async def bench(config: BenchConfig, console: Console) -> Run:
             async with progress(load, total, console):
                 records = await load.run()
     summary = summarise(records, config.slo, is_open_loop=limits.concurrency is None)
-    return Run(config, seed, started_at, load.is_stopped, server, summary, records)
+    run = Run(f"{server.model} at {config.url}", config, seed, started_at, load.is_stopped, server, summary,
+              count_failures(records))
+    return run, records
 
 
-def limits_of(config: BenchConfig) -> Limits:
+def limits_of(config: LoadConfig) -> Limits:
     """The limits of a run."""
     concurrency = config.arrival.concurrency if isinstance(config.arrival, ClosedArrivalConfig) else None
     return Limits(concurrency, config.num_requests, config.duration_s, config.warmup_requests, config.timeout_s)
@@ -79,7 +82,7 @@ def api_key(config: BenchConfig, environ: Mapping[str, str]) -> str | None:
     return key
 
 
-def check_trace(config: BenchConfig, limits: Limits) -> int | None:
+def check_trace(config: LoadConfig, limits: Limits) -> int | None:
     """How many requests will be sent at most, None if no number bounds them.
 
     Reads the window of a trace once, so that a line that cannot be used stops the run before it starts.

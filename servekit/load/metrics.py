@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from servekit.config.bench import SloConfig
 
@@ -45,12 +46,29 @@ def e2e_s(timeline: Timeline) -> float:
     return timeline.finished_s - timeline.arrived_s
 
 
+class RequestLatencies(NamedTuple):
+    """Everything that an objective may judge of one request, in seconds."""
+
+    ttft_s: float
+    tpot_s: float | None
+    """None for a single token, and so is the next."""
+    longest_itl_s: float | None
+    e2e_s: float
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> RequestLatencies:
+        """Those of a request that ended well."""
+        return cls(ttft_s(timeline), tpot_s(timeline), max(itl_s(timeline), default=None), e2e_s(timeline))
+
+    def keep(self, slo: SloConfig) -> bool:
+        """Whether they keep every limit of the objective. A single token has no TPOT or ITL to break."""
+        return (_within(self.ttft_s, slo.ttft_s) and _within(self.tpot_s, slo.tpot_s)
+                and _within(self.longest_itl_s, slo.itl_s) and _within(self.e2e_s, slo.e2e_s))
+
+
 def meets(timeline: Timeline, slo: SloConfig) -> bool:
-    """Whether a request keeps every limit of the objective. A single token has no TPOT or ITL to break."""
-    return (_within(ttft_s(timeline), slo.ttft_s)
-            and _within(tpot_s(timeline), slo.tpot_s)
-            and _within(max(itl_s(timeline), default=None), slo.itl_s)
-            and _within(e2e_s(timeline), slo.e2e_s))
+    """Whether a request keeps every limit of the objective."""
+    return RequestLatencies.of(timeline).keep(slo)
 
 
 def _within(measured: float | None, limit: float | None) -> bool:

@@ -78,12 +78,13 @@ class RequestOptions:
     temperature: float | None = 0.0
     continuous_usage: bool = True
     extra_body: dict[str, Any] = field(default_factory=dict)
+    tenant_header: str | None = None
 
     @classmethod
     def of(cls, config: BenchConfig, model: str) -> RequestOptions:
         """The options that a configuration asks for."""
         return cls(config.endpoint, model, config.ignore_eos, config.temperature, config.continuous_usage,
-                   config.extra_body)
+                   config.extra_body, config.tenant_header)
 
     def body(self, request: WorkloadRequest) -> dict[str, Any]:
         """The JSON body of one request."""
@@ -98,9 +99,18 @@ class RequestOptions:
             body["stream_options"]["continuous_usage_stats"] = True
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        if request.tenant:
+        if request.tenant and self.tenant_header is None:
             body["user"] = request.tenant
+        if request.priority is not None:
+            body["priority"] = request.priority
+        if request.predicted_output_tokens is not None:
+            body["predicted_output_tokens"] = request.predicted_output_tokens
         return body | self.extra_body
+
+    def headers(self, request: WorkloadRequest) -> dict[str, str]:
+        """Its HTTP headers, beside those of the session."""
+        named = self.tenant_header is not None and request.tenant != ""
+        return {**_JSON, self.tenant_header: request.tenant} if named else _JSON  # type: ignore[dict-item]
 
 
 def as_text(token_ids: Sequence[int]) -> str:
@@ -187,7 +197,7 @@ class OpenAITarget:
         """Send one request and yield an observation for each event; see `Target`."""
         body = self._encoder.encode(self._options.body(request))
         try:
-            async with self._session.post(self._path, data=body, headers=_JSON) as response:
+            async with self._session.post(self._path, data=body, headers=self._options.headers(request)) as response:
                 if response.status != 200:
                     text = error_text(await response.read())
                     raise RequestFailed(Failure(FailureKind.status, text, response.status))

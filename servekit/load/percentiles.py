@@ -32,12 +32,16 @@ class Percentile(Enum):
         return SAMPLES_BEYOND * 1000 // (1000 - self.per_mille)
 
 
+def rank(per_mille: int, count: int) -> int:
+    """Place, from 1, of the smallest of `count` values that `per_mille` thousandths of them do not exceed."""
+    return -(-per_mille * count // 1000)
+
+
 def nearest_rank(ordered: Sequence[float] | npt.NDArray[np.float64], percentile: Percentile) -> float:
     """The smallest value that at least that share of the sample does not exceed. `ordered` is ascending."""
     if len(ordered) == 0:
         raise ValueError("an empty sample has no percentile")
-    rank = -(-percentile.per_mille * len(ordered) // 1000)
-    return float(ordered[rank - 1])
+    return float(ordered[rank(percentile.per_mille, len(ordered)) - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +65,15 @@ class Distribution:
         return cls(len(ordered), float(ordered.mean()), float(ordered[0]), float(ordered[-1]),
                    {percentile: nearest_rank(ordered, percentile) for percentile in Percentile},
                    tuple(percentile for percentile in Percentile if len(ordered) < percentile.samples_needed))
+
+    @classmethod
+    def of_counts(cls, values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> Distribution | None:
+        """Summarise a sample in which each value occurs that many times; None if it is empty."""
+        if len(values) == 0:
+            return None
+        order = np.argsort(values)
+        ordered, up_to = values[order], np.cumsum(counts[order])
+        count = int(up_to[-1])
+        at = {p: float(ordered[np.searchsorted(up_to, rank(p.per_mille, count))]) for p in Percentile}
+        return cls(count, float(np.average(values, weights=counts)), float(ordered[0]), float(ordered[-1]), at,
+                   tuple(p for p in Percentile if count < p.samples_needed))

@@ -16,6 +16,8 @@ class Stream(Enum):
     prefix_choice = 3
     prompt = 4
     prefix = 5
+    classes = 6
+    predictions = 7
 
 
 def generator(seed: int, stream: Stream, index: int = 0) -> np.random.Generator:

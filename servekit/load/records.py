@@ -36,6 +36,10 @@ class RequestRecord:
     cached_tokens: int | None
     finish_reason: str | None
     failure: Failure | None
+    priority: int | None = None
+    """Its class; None if none was sent."""
+    predicted_output_tokens: int | None = None
+    """What was sent as such."""
 
     @property
     def lag_s(self) -> float:
@@ -125,4 +129,5 @@ class ObservationLog:
             intended_s=intended_s - start_s, sent_s=sent_s - start_s, ended_s=ended_s - start_s,
             chunk_times_s=array("d", (at_s - start_s for at_s in self._times_s)), chunk_tokens=self._chunk_tokens(),
             prompt_tokens=self._prompt_tokens, output_tokens=self._output_tokens, cached_tokens=self._cached_tokens,
-            finish_reason=self._finish_reason, failure=failure)
+            finish_reason=self._finish_reason, failure=failure, priority=request.priority,
+            predicted_output_tokens=request.predicted_output_tokens)

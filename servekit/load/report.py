@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,19 @@ from servekit import __version__
 from servekit.config.bench import BenchConfig, SloConfig
 from servekit.config.errors import require
 from servekit.config.resolve import config_hash, flatten
+from servekit.config.simulate import SimulateConfig
 from servekit.load.metrics import e2e_s, itl_s, meets, tpot_s, ttft_s
 from servekit.load.openai import ServerFacts
 from servekit.load.percentiles import SAMPLES_BEYOND, Distribution, Percentile
 from servekit.load.records import RequestRecord
-from servekit.load.summary import LAG_LIMIT_S, Summary
+from servekit.load.summary import LAG_LIMIT_S, GroupSummary, Summary
 from servekit.load.target import FailureKind
 
 FORMAT_VERSION = 1
 _STATIONARY_WITHIN = 0.2
 """Share by which the two sides of Little's law may differ before the report points it out."""
 _FAILURES_SHOWN = 3
+_GROUPS_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +46,37 @@ class ClientFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedFacts:
+    """The engine that a simulation stood for."""
+
+    model: str
+    num_kv_blocks: int
+    block_size_tokens: int
+    max_model_len: int
+    num_steps: int
+    elapsed_s: float
+    """How long the simulation took."""
+
+
+Failures = Counter[tuple[str, int | None, str]]
+"""Kind, HTTP status if there was one, and text."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A finished run and everything that is known about it."""
 
-    config: BenchConfig
+    title: str
+    """What was measured, for people."""
+    config: BenchConfig | SimulateConfig
     seed: int
     started_at: str
     """Wall-clock time in ISO format, UTC."""
     is_interrupted: bool
-    server: ServerFacts
+    server: ServerFacts | SimulatedFacts
     summary: Summary
-    records: list[RequestRecord]
+    failures: Failures
+    """How often which failure occurred, of the requests that count."""
     client: ClientFacts = field(default_factory=ClientFacts)
 
 
@@ -71,18 +94,50 @@ def check_out(path: str | None, overwrite: bool) -> None:
     require(not Path(path).is_dir(), "out", path, "is a folder", "give the name of a file")
 
 
-def write_document(run: Run, path: str) -> None:
-    """Write the JSON document at once or not at all: one line for what is known of the run, then one a request."""
-    encode = msgspec.json.Encoder(enc_hook=_plain).encode
-    head = encode(document_head(run)).removesuffix(b"}")
-    rows = b",\n".join(encode(row(record, run.config.slo)) for record in sorted(run.records, key=lambda r: r.index))
-    target = Path(path).absolute()
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(head + b',\n"requests":[\n' + rows + b"\n]}\n")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+class DocumentFile:
+    """The JSON document in the making: one line for what is known of the run, then one a request.
+
+    Requests are written as they come, to a file of their own beside the document, which appears at once and whole.
+    """
+
+    def __init__(self, path: str, slo: SloConfig) -> None:
+        self._target = Path(path).absolute()
+        self._slo = slo
+        self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
+        self._rows_path = self._target.with_name(f".{self._target.name}.{os.getpid()}.rows")
+        self._rows = self._rows_path.open("wb")
+
+    def __enter__(self) -> DocumentFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rows.close()
+        self._rows_path.unlink(missing_ok=True)
+
+    def add(self, record: RequestRecord) -> None:
+        """Write one request."""
+        self._rows.write((b",\n" if self._rows.tell() else b"") + self._encode(row(record, self._slo)))
+
+    def finish(self, run: Run) -> None:
+        """Put the document in its place."""
+        self._rows.close()
+        part = self._target.with_name(f".{self._target.name}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as document, self._rows_path.open("rb") as rows:
+                document.write(self._encode(document_head(run)).removesuffix(b"}") + b',\n"requests":[\n')
+                shutil.copyfileobj(rows, document)
+                document.write(b"\n]}\n")
+            part.replace(self._target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def write_document(run: Run, records: Iterable[RequestRecord], path: str) -> None:
+    """Write the JSON document at once or not at all, the requests in the order of their sending."""
+    with DocumentFile(path, run.config.slo) as document:
+        for record in sorted(records, key=lambda record: record.index):
+            document.add(record)
+        document.finish(run)
 
 
 def document_head(run: Run) -> dict[str, Any]:
@@ -130,7 +185,10 @@ def print_report(run: Run, console: Console) -> None:
     for line in _facts(run):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_latency_table(summary))
-    for line in [*_footnote(summary), *_figures(summary), *_failures(run)]:
+    for title, groups in (("class", summary.classes), ("tenant", summary.tenants)):
+        if groups:
+            console.print(_group_table(title, groups))
+    for line in [*_footnote(summary), *_groups_left_out(summary), *_figures(summary), *_failures(run)]:
         console.print(line, highlight=False, soft_wrap=True)
     for line in _warnings(run):
         console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
@@ -138,7 +196,7 @@ def print_report(run: Run, console: Console) -> None:
 
 def _facts(run: Run) -> Iterator[str]:
     counts = run.summary.counts
-    yield f"{run.server.model} at {run.config.url}, seed {run.seed}"
+    yield f"{run.title}, seed {run.seed}"
     yield (f"{counts.measured} requests measured: {counts.succeeded} succeeded, {counts.failed} failed; "
            f"left out: {counts.warmup} for warm-up, {counts.interrupted} interrupted")
     if lengths := run.summary.lengths:
@@ -173,10 +231,44 @@ def _quantile(distribution: Distribution, percentile: Percentile) -> str:
 
 
 def _footnote(summary: Summary) -> Iterator[str]:
-    marked = {p for _, d in _latency_rows(summary) if d is not None for p in d.too_few_samples_for}
+    shown = [d for _, d in _latency_rows(summary)] + [
+        d for group in (*summary.classes.values(), *summary.tenants.values())
+        for d in (group.ttft_s, group.tpot_s)]
+    marked = {p for d in shown if d is not None for p in d.too_few_samples_for}
     if marked:
         needed = ", ".join(f"{p.value} needs {p.samples_needed:,} samples" for p in Percentile if p in marked)
         yield f"* fewer than {SAMPLES_BEYOND} samples lie beyond it, so it is an indication only: {needed}"
+
+
+def _group_table(title: str, groups: Mapping[Any, GroupSummary]) -> Table:
+    """One line for each class or tenant, those with the most output first where there are too many."""
+    table = Table(title, "requests", "failed", "TTFT p50", "TTFT p99", "TPOT p99", "out tok", "in SLO", box=None)
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column is table.columns[0] else "right"
+    for name in _shown_groups(groups):
+        group = groups[name]
+        cells = (_group_quantile(group.ttft_s, Percentile.p50), _group_quantile(group.ttft_s, Percentile.p99),
+                 _group_quantile(group.tpot_s, Percentile.p99))
+        good = "–" if group.good_share is None else f"{group.good_share:.1%}"
+        table.add_row(str(name), str(group.succeeded + group.failed), str(group.failed), *cells,
+                      f"{group.output_tokens:,}", good)
+    return table
+
+
+def _shown_groups(groups: Mapping[Any, GroupSummary]) -> list[Any]:
+    largest = sorted(groups, key=lambda name: -groups[name].output_tokens)[:_GROUPS_SHOWN]
+    return [name for name in groups if name in largest]
+
+
+def _group_quantile(distribution: Distribution | None, percentile: Percentile) -> str:
+    return "–" if distribution is None else _quantile(distribution, percentile)
+
+
+def _groups_left_out(summary: Summary) -> Iterator[str]:
+    for title, groups in (("classes", summary.classes), ("tenants", summary.tenants)):
+        if len(groups) > _GROUPS_SHOWN:
+            yield f"and {len(groups) - _GROUPS_SHOWN} other {title}; out=FILE lists them all"
 
 
 def _ms(seconds: float) -> str:
@@ -196,12 +288,16 @@ def _figures(summary: Summary) -> Iterator[str]:
 
 
 def _failures(run: Run) -> Iterator[str]:
-    failures = Counter((r.failure.kind.value, r.failure.status, r.failure.text) for r in run.records
-                       if r.failure is not None and not r.is_warmup and r.failure.kind is not FailureKind.interrupted)
-    for (kind, status, text), count in failures.most_common(_FAILURES_SHOWN):
+    for (kind, status, text), count in run.failures.most_common(_FAILURES_SHOWN):
         yield f"failed {count} x {kind}{f' {status}' if status else ''}: {text}"
-    if len(failures) > _FAILURES_SHOWN:
-        yield f"and {len(failures) - _FAILURES_SHOWN} other failures; out=FILE lists them all"
+    if len(run.failures) > _FAILURES_SHOWN:
+        yield f"and {len(run.failures) - _FAILURES_SHOWN} other failures; out=FILE lists them all"
+
+
+def count_failures(records: Iterable[RequestRecord]) -> Failures:
+    """The failures of the requests that count."""
+    return Counter((r.failure.kind.value, r.failure.status, r.failure.text) for r in records
+                   if r.failure is not None and not r.is_warmup and r.failure.kind is not FailureKind.interrupted)
 
 
 def _warnings(run: Run) -> Iterator[str]:

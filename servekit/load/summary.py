@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from servekit.config.bench import SloConfig
-from servekit.load.metrics import e2e_s, itl_s, meets, tpot_s, ttft_s
+from servekit.load.metrics import RequestLatencies, itl_s
 from servekit.load.percentiles import Distribution, Percentile
 from servekit.load.records import RequestRecord
 from servekit.load.target import FailureKind
@@ -100,6 +104,22 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """The figures of one tenant's requests, or of one class's."""
+
+    succeeded: int
+    failed: int
+    prompt_tokens: int
+    """Of the requests that did not fail; so are the output tokens and the latencies."""
+    output_tokens: int
+    ttft_s: Distribution | None
+    tpot_s: Distribution | None
+    e2e_s: Distribution | None
+    good_share: float | None
+    """Share of its requests that meet the objective; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Every figure of a run. None where nothing was measured that it could be made of."""
 
@@ -113,6 +133,10 @@ class Summary:
     lengths: Lengths | None
     lag_s: Distribution | None
     """How late the generator sent, in seconds; None in a closed loop, which has no times to keep."""
+    tenants: dict[str, GroupSummary] = field(default_factory=dict)
+    """Of the requests that named one."""
+    classes: dict[int, GroupSummary] = field(default_factory=dict)
+    """By priority, of the requests that named one."""
 
     @property
     def is_generator_late(self) -> bool:
@@ -122,78 +146,197 @@ class Summary:
 
 def summarise(records: Iterable[RequestRecord], slo: SloConfig, is_open_loop: bool) -> Summary:
     """Compute every figure of a run from its records, in any order."""
-    everything = list(records)
-    measured = [r for r in everything if not r.is_warmup and not _is_interrupted(r)]
-    succeeded = [r for r in measured if r.failure is None]
-    throughput = _throughput(measured, succeeded)
-    return Summary(
-        counts=_counts(everything, measured, succeeded),
-        latencies=_latencies(succeeded),
-        throughput=throughput,
-        goodput=_goodput(measured, succeeded, slo, throughput),
-        littles_law=_littles_law(everything, measured),
-        lengths=_lengths(succeeded),
-        lag_s=Distribution.of([r.lag_s for r in measured]) if is_open_loop else None)
+    tally = Tally(slo, is_open_loop, ExactSample())
+    for record in records:
+        tally.add(record)
+    return tally.summary()
 
 
-def _is_interrupted(record: RequestRecord) -> bool:
-    return record.failure is not None and record.failure.kind is FailureKind.interrupted
+class Sample(Protocol):
+    """Numbers of which a distribution is wanted."""
+
+    def extend(self, values: Sequence[float]) -> None: ...
+
+    def distribution(self) -> Distribution | None:
+        """None if there are no numbers."""
 
 
-def _counts(everything: Sequence[RequestRecord], measured: Sequence[RequestRecord],
-            succeeded: Sequence[RequestRecord]) -> Counts:
-    warmup = sum(r.is_warmup for r in everything)
-    return Counts(
-        warmup=warmup, succeeded=len(succeeded), failed=len(measured) - len(succeeded),
-        interrupted=len(everything) - warmup - len(measured),
-        short=sum(r.num_output_tokens < r.wanted_output_tokens for r in succeeded),
-        failures=dict(Counter(r.failure.kind for r in measured if r.failure is not None)))
+class ExactSample:
+    """Keeps every number."""
+
+    def __init__(self) -> None:
+        self._values = array("d")
+
+    def extend(self, values: Sequence[float]) -> None:
+        self._values.extend(values)
+
+    def distribution(self) -> Distribution | None:
+        return Distribution.of(np.frombuffer(self._values, dtype=np.float64))
 
 
-def _latencies(succeeded: Sequence[RequestRecord]) -> Latencies:
-    timelines = [r.timeline for r in succeeded]
-    gaps = [itl_s(timeline) for timeline in timelines]
-    return Latencies(
-        ttft_s=Distribution.of([ttft_s(timeline) for timeline in timelines]),
-        tpot_s=Distribution.of([tpot for timeline in timelines if (tpot := tpot_s(timeline)) is not None]),
-        itl_s=Distribution.of([gap for of_request in gaps for gap in of_request]),
-        max_itl_s=Distribution.of([max(of_request) for of_request in gaps if of_request]),
-        e2e_s=Distribution.of([e2e_s(timeline) for timeline in timelines]))
+class RoundedSample:
+    """Keeps how often each number occurs, rounded to four significant digits: exact to 0.05 %, and of bounded size."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[float] = Counter()
+
+    def extend(self, values: Sequence[float]) -> None:
+        self._counts.update(float(f"{value:.4g}") for value in values)
+
+    def distribution(self) -> Distribution | None:
+        values = np.fromiter(self._counts, np.float64, len(self._counts))
+        return Distribution.of_counts(values, np.fromiter(self._counts.values(), np.int64, len(self._counts)))
 
 
-def _throughput(measured: Sequence[RequestRecord], succeeded: Sequence[RequestRecord]) -> Throughput | None:
-    window_s = max((r.ended_s for r in measured), default=0.0) - min((r.intended_s for r in measured), default=0.0)
-    if window_s == 0:
-        return None
-    output = sum(r.num_output_tokens for r in succeeded)
-    prompt = sum(r.num_prompt_tokens for r in succeeded)
-    return Throughput(window_s, len(succeeded) / window_s, output / window_s, (prompt + output) / window_s)
+class _Group:
+    """The requests of one tenant or one class that have ended."""
+
+    def __init__(self) -> None:
+        self._num_failed = self._num_good = self._prompt_tokens = self._output_tokens = 0
+        self._ttft_s, self._tpot_s, self._e2e_s = (array("d") for _ in range(3))
+
+    def add(self, record: RequestRecord, slo: SloConfig) -> None:
+        if record.failure is not None:
+            self._num_failed += 1
+            return
+        latencies = RequestLatencies.of(record.timeline)
+        self._ttft_s.append(latencies.ttft_s)
+        self._e2e_s.append(latencies.e2e_s)
+        if latencies.tpot_s is not None:
+            self._tpot_s.append(latencies.tpot_s)
+        self._num_good += slo.is_set and latencies.keep(slo)
+        self._prompt_tokens += record.num_prompt_tokens
+        self._output_tokens += record.num_output_tokens
+
+    def summary(self, slo: SloConfig) -> GroupSummary:
+        succeeded = len(self._e2e_s)
+        good_share = self._num_good / (succeeded + self._num_failed) if slo.is_set else None
+        return GroupSummary(succeeded, self._num_failed, self._prompt_tokens, self._output_tokens,
+                            Distribution.of(self._ttft_s), Distribution.of(self._tpot_s), Distribution.of(self._e2e_s),
+                            good_share)
 
 
-def _goodput(measured: Sequence[RequestRecord], succeeded: Sequence[RequestRecord], slo: SloConfig,
-             throughput: Throughput | None) -> Goodput | None:
-    if throughput is None or not slo.is_set:
-        return None
-    good = sum(meets(r.timeline, slo) for r in succeeded)
-    return Goodput(good / len(measured), good / throughput.window_s)
+class Tally:
+    """Takes a run's records one at a time and keeps a few numbers of each; the gaps between tokens go to `gaps`."""
+
+    def __init__(self, slo: SloConfig, is_open_loop: bool, gaps: Sample) -> None:
+        self._slo = slo
+        self._is_open_loop = is_open_loop
+        self._gaps = gaps
+        self._num_warmup = self._num_short = self._num_good = 0
+        self._prompt_tokens = self._output_tokens = 0
+        self._cached_tokens: int | None = None
+        self._failures: Counter[FailureKind] = Counter()
+        self._spans_s = array("d")
+        """Intended send and end of every request, one after the other."""
+        self._measured_spans_s = array("d")
+        self._tenants: defaultdict[str, _Group] = defaultdict(_Group)
+        self._classes: defaultdict[int, _Group] = defaultdict(_Group)
+        self._lag_s, self._ttft_s, self._tpot_s, self._longest_gap_s, self._e2e_s = (array("d") for _ in range(5))
+
+    def add(self, record: RequestRecord) -> None:
+        """Take in one request that has ended."""
+        self._spans_s.extend((record.intended_s, record.ended_s))
+        if record.is_warmup:
+            self._num_warmup += 1
+            return
+        if record.failure is not None:
+            self._failures[record.failure.kind] += 1
+            if record.failure.kind is FailureKind.interrupted:
+                return
+        self._measured_spans_s.extend((record.intended_s, record.ended_s))
+        self._lag_s.append(record.lag_s)
+        if record.failure is None:
+            self._add_success(record)
+        for group in self._groups_of(record):
+            group.add(record, self._slo)
+
+    def _groups_of(self, record: RequestRecord) -> Iterator[_Group]:
+        if record.tenant:
+            yield self._tenants[record.tenant]
+        if record.priority is not None:
+            yield self._classes[record.priority]
+
+    def _add_success(self, record: RequestRecord) -> None:
+        timeline = record.timeline
+        latencies = RequestLatencies.of(timeline)
+        self._gaps.extend(itl_s(timeline))
+        for sample, value in ((self._ttft_s, latencies.ttft_s), (self._tpot_s, latencies.tpot_s),
+                              (self._longest_gap_s, latencies.longest_itl_s), (self._e2e_s, latencies.e2e_s)):
+            if value is not None:
+                sample.append(value)
+        self._num_short += record.num_output_tokens < record.wanted_output_tokens
+        self._num_good += self._slo.is_set and latencies.keep(self._slo)
+        self._prompt_tokens += record.num_prompt_tokens
+        self._output_tokens += record.num_output_tokens
+        if record.cached_tokens is not None:
+            self._cached_tokens = (self._cached_tokens or 0) + record.cached_tokens
+
+    def summary(self) -> Summary:
+        """Every figure of the records so far."""
+        throughput = self._throughput()
+        return Summary(
+            counts=self._counts(),
+            latencies=Latencies(Distribution.of(self._ttft_s), Distribution.of(self._tpot_s),
+                                self._gaps.distribution(), Distribution.of(self._longest_gap_s),
+                                Distribution.of(self._e2e_s)),
+            throughput=throughput,
+            goodput=self._goodput(throughput),
+            littles_law=self._littles_law(),
+            lengths=self._lengths(),
+            lag_s=Distribution.of(self._lag_s) if self._is_open_loop else None,
+            tenants={tenant: self._tenants[tenant].summary(self._slo) for tenant in sorted(self._tenants)},
+            classes={priority: self._classes[priority].summary(self._slo) for priority in sorted(self._classes)})
+
+    @property
+    def _num_succeeded(self) -> int:
+        return len(self._e2e_s)
+
+    @property
+    def _num_measured(self) -> int:
+        return len(self._measured_spans_s) // 2
+
+    def _counts(self) -> Counts:
+        failures: dict[FailureKind, int] = {kind: count for kind, count in self._failures.items() if kind is not FailureKind.interrupted}
+        return Counts(warmup=self._num_warmup, succeeded=self._num_succeeded,
+                      failed=self._num_measured - self._num_succeeded,
+                      interrupted=self._failures[FailureKind.interrupted], short=self._num_short, failures=failures)
+
+    def _throughput(self) -> Throughput | None:
+        starts_s, ends_s = _spans(self._measured_spans_s)
+        window_s = float(ends_s.max() - starts_s.min()) if len(ends_s) else 0.0
+        if window_s == 0:
+            return None
+        return Throughput(window_s, self._num_succeeded / window_s, self._output_tokens / window_s,
+                          (self._prompt_tokens + self._output_tokens) / window_s)
+
+    def _goodput(self, throughput: Throughput | None) -> Goodput | None:
+        if throughput is None or not self._slo.is_set:
+            return None
+        return Goodput(self._num_good / self._num_measured, self._num_good / throughput.window_s)
+
+    def _littles_law(self) -> LittlesLaw | None:
+        if self._num_measured < 2:
+            return None
+        measured_starts_s, measured_ends_s = _spans(self._measured_spans_s)
+        start_s, end_s = float(measured_starts_s.min()), float(measured_starts_s.max())
+        times_s = measured_ends_s - measured_starts_s
+        # By the shortest time, not the mean: where the queue grows the mean outgrows the window, and that must show.
+        if end_s == start_s or end_s - start_s < times_s.min():
+            return None
+        starts_s, ends_s = _spans(self._spans_s)
+        inside_s = np.maximum(0.0, np.minimum(ends_s, end_s) - np.maximum(starts_s, start_s))
+        return LittlesLaw(float(inside_s.sum()) / (end_s - start_s), (self._num_measured - 1) / (end_s - start_s),
+                          float(times_s.mean()))
+
+    def _lengths(self) -> Lengths | None:
+        if not self._num_succeeded:
+            return None
+        return Lengths(self._prompt_tokens / self._num_succeeded, self._output_tokens / self._num_succeeded,
+                       None if self._cached_tokens is None else self._cached_tokens / self._prompt_tokens)
 
 
-def _littles_law(everything: Sequence[RequestRecord], measured: Sequence[RequestRecord]) -> LittlesLaw | None:
-    if len(measured) < 2:
-        return None
-    start_s, end_s = min(r.intended_s for r in measured), max(r.intended_s for r in measured)
-    times_s = [r.ended_s - r.intended_s for r in measured]
-    # By the shortest time, not the mean: where the queue grows the mean outgrows the window, and that must show.
-    if end_s == start_s or end_s - start_s < min(times_s):
-        return None
-    inside_s = (max(0.0, min(r.ended_s, end_s) - max(r.intended_s, start_s)) for r in everything)
-    return LittlesLaw(sum(inside_s) / (end_s - start_s), (len(measured) - 1) / (end_s - start_s), fmean(times_s))
-
-
-def _lengths(succeeded: Sequence[RequestRecord]) -> Lengths | None:
-    if not succeeded:
-        return None
-    prompt = sum(r.num_prompt_tokens for r in succeeded)
-    cached = [r.cached_tokens for r in succeeded if r.cached_tokens is not None]
-    return Lengths(prompt / len(succeeded), fmean(r.num_output_tokens for r in succeeded),
-                   sum(cached) / prompt if cached else None)
+def _spans(flat_s: array[float]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Starts and ends."""
+    spans_s = np.frombuffer(flat_s, dtype=np.float64).reshape(-1, 2)
+    return spans_s[:, 0], spans_s[:, 1]

@@ -17,8 +17,9 @@ from servekit.config.bench import (
     SharedPrefixWorkloadConfig,
     WorkloadConfig,
 )
+from servekit.config.errors import require
 from servekit.load.randomness import Stream, generator
-from servekit.load.traces import read_azure, read_mooncake
+from servekit.load.traces import TraceEntry, read_azure, read_mooncake
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class WorkloadRequest:
     arrival_s: float | None = None
     """When it is due, in seconds from the start; None: whenever the client is free."""
     tenant: str = ""
+    priority: int | None = None
+    """Its class; None: none is sent."""
+    predicted_output_tokens: int | None = None
+    """How long its output is said to be; None: nothing is said."""
 
 
 class Workload(Protocol):
@@ -70,6 +75,10 @@ class Shape:
     own_tokens: int
     output_tokens: int
     arrival_s: float | None = None
+    tenant: str | None = None
+    """Of a trace that says so; so are the next two."""
+    priority: int | None = None
+    predicted_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +90,15 @@ class ConfiguredWorkload:
     seed: int
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        for index, shape, tenant in zip(count(), shapes(self.config, self.seed), self._tenants(), strict=False):
-            yield WorkloadRequest(index, self._prompt(index, shape), shape.output_tokens, shape.arrival_s, tenant)
+        drawn = zip(self._tenants(), self._priorities(), self._prediction_errors(), strict=False)
+        for index, shape, (tenant, priority, error) in zip(count(), shapes(self.config, self.seed), drawn,
+                                                           strict=False):
+            predicted = shape.predicted_tokens if error is None else scaled(shape.output_tokens, error)
+            yield WorkloadRequest(
+                index, self._prompt(index, shape), shape.output_tokens, shape.arrival_s, shape.tenant or tenant,
+                shape.priority if priority is None else priority,
+                # Its max_tokens is the wanted length, and a prediction beyond that would be refused.
+                predicted if predicted is None else min(predicted, shape.output_tokens))
 
     def _prompt(self, index: int, shape: Shape) -> list[int]:
         tokens: list[int] = []
@@ -98,6 +114,22 @@ class ConfiguredWorkload:
             return repeat("")
         rng = generator(self.seed, Stream.tenants)
         return (f"tenant-{rng.integers(number)}" for _ in count())
+
+    def _priorities(self) -> Iterator[int | None]:
+        shares = self.config.priorities
+        if not shares:
+            return repeat(None)
+        rng = generator(self.seed, Stream.classes)
+        classes, weights = list(shares), np.array(list(shares.values()))
+        return (classes[rng.choice(len(classes), p=weights / weights.sum())] for _ in count())
+
+    def _prediction_errors(self) -> Iterator[float | None]:
+        """Factors between predicted and wanted output lengths."""
+        sigma = self.config.prediction_sigma
+        if sigma is None:
+            return repeat(None)
+        rng = generator(self.seed, Stream.predictions)
+        return (float(np.exp(rng.normal(0.0, sigma))) for _ in count())
 
 
 def shapes(config: WorkloadConfig, seed: int) -> Iterator[Shape]:
@@ -157,15 +189,26 @@ def _shared_prefix_shapes(config: SharedPrefixWorkloadConfig, seed: int) -> Iter
 
 def _azure_shapes(config: AzureWorkloadConfig) -> Iterator[Shape]:
     for entry in read_azure(config.path):
-        yield Shape((), scaled(entry.prompt_tokens, config.length_scale),
-                    scaled(entry.output_tokens, config.length_scale), entry.at_s)
+        yield _of_trace(config, entry, (), scaled(entry.prompt_tokens, config.length_scale))
 
 
 def _mooncake_shapes(config: MooncakeWorkloadConfig) -> Iterator[Shape]:
     for entry in read_mooncake(config.path, config.block_tokens):
         prompt = scaled(entry.prompt_tokens, config.length_scale)
-        yield Shape(_scaled_blocks(entry.block_ids, config.block_tokens, config.length_scale, prompt), 0,
-                    scaled(entry.output_tokens, config.length_scale), entry.at_s)
+        shared = _scaled_blocks(entry.block_ids, config.block_tokens, config.length_scale, prompt)
+        yield _of_trace(config, entry, shared, 0)
+
+
+def _of_trace(config: WorkloadConfig, entry: TraceEntry, shared: tuple[Segment, ...], own_tokens: int) -> Shape:
+    """Raises ConfigError for what both the trace and the configuration say."""
+    for key, value, of_trace in (("num_tenants", config.num_tenants, entry.tenant),
+                                 ("priorities", config.priorities or None, entry.priority),
+                                 ("prediction_sigma", config.prediction_sigma, entry.predicted_tokens)):
+        require(value is None or of_trace is None, f"workload.{key}", value,
+                f"the trace itself says so ({of_trace} in one of its lines)", "leave it out, or the trace's column")
+    predicted = entry.predicted_tokens
+    return Shape(shared, own_tokens, scaled(entry.output_tokens, config.length_scale), entry.at_s, entry.tenant,
+                 entry.priority, None if predicted is None else scaled(predicted, config.length_scale))
 
 
 def _scaled_blocks(block_ids: Sequence[int], block_tokens: int, scale: float, prompt: int) -> tuple[Segment, ...]:

@@ -83,6 +83,32 @@ def test_result_file_has_one_row_a_request(tmp_path: Path) -> None:
         assert (row["ttft_s"], row["e2e_s"], row["meets_slo"]) == (None, None, False)
 
 
+def test_tenants_classes_and_predictions_are_sent_and_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    overrides = ["workload.num_tenants=2", "workload.priorities={0:1,3:1}", "workload.prediction_sigma=0", "seed=1",
+                 "warmup_requests=0"]
+    _, server = bench_with(one_token_a_chunk, *overrides, f"out={path}")
+    assert {body["user"] for body in server.bodies} == {"tenant-0", "tenant-1"}
+    assert {body["priority"] for body in server.bodies} == {0, 3}
+    assert {body["predicted_output_tokens"] for body in server.bodies} == {4}
+    result = json.loads(path.read_text())
+    summary, rows = result["summary"], result["requests"]
+    assert set(summary["tenants"]) == {"tenant-0", "tenant-1"}
+    assert set(summary["classes"]) == {"0", "3"}
+    for name, group in summary["tenants"].items():
+        assert group["succeeded"] == sum(row["tenant"] == name for row in rows)
+        assert group["output_tokens"] == 4 * group["succeeded"]
+    assert {row["priority"] for row in rows} == {0, 3}
+    _, server = bench_with(one_token_a_chunk, *overrides, "tenant_header=X-Tenant")
+    assert {headers["X-Tenant"] for headers in server.headers} == {"tenant-0", "tenant-1"}
+    assert not any("user" in body for body in server.bodies)
+
+
+def test_a_step_log_is_the_servers_setting() -> None:
+    with pytest.raises(ConfigError, match=r"step_log=x: there is no such key; servekit serve has engine\.step_log"):
+        compose_bench(["step_log=x"])
+
+
 def test_prompts_are_fresh_unless_a_seed_is_given() -> None:
     def prompts(*overrides: str) -> list[list[int]]:
         return [body["prompt"] for body in bench_with(one_token_a_chunk, *overrides)[1].bodies]
@@ -211,6 +237,6 @@ def test_ctrl_c_stops_sending_and_again_ends_at_once() -> None:
 
 async def _bench_until_ended(config: BenchConfig, ended: threading.Event) -> Run:
     try:
-        return await bench(config, Console(file=io.StringIO()))
+        return (await bench(config, Console(file=io.StringIO())))[0]
     finally:
         ended.set()

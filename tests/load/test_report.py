@@ -10,17 +10,17 @@ from load.hand_made import failed, record
 from servekit.config.bench import BenchConfig, SloConfig
 from servekit.load.openai import ServerFacts
 from servekit.load.records import RequestRecord
-from servekit.load.report import Run, print_report
+from servekit.load.report import Run, count_failures, print_report
 from servekit.load.summary import summarise
 from servekit.load.target import FailureKind
 
 
 def printed(*records: RequestRecord, slo: SloConfig | None = None, is_interrupted: bool = False) -> str:
     config = BenchConfig(slo=slo or SloConfig())
-    run = Run(config, 7, "2026-01-01T00:00:00+00:00", is_interrupted, ServerFacts("m"),
-              summarise(records, config.slo, is_open_loop=True), list(records))
+    run = Run("m at somewhere", config, 7, "2026-01-01T00:00:00+00:00", is_interrupted, ServerFacts("m"),
+              summarise(records, config.slo, is_open_loop=True), count_failures(records))
     output = io.StringIO()
-    print_report(run, Console(file=output, width=100))
+    print_report(run, Console(file=output, width=80))
     return output.getvalue()
 
 
@@ -63,3 +63,20 @@ def test_a_run_in_which_nothing_succeeded_is_still_reported() -> None:
     output = printed(failed(0, 0.0, 1.0), slo=SloConfig(ttft_s=1.0))
     assert "1 requests measured: 0 succeeded, 1 failed" in output
     assert "goodput: 0.0%" in output
+
+
+def test_tenants_and_classes_have_a_line_each() -> None:
+    rows = [record(i, float(i), [i + 1.0 + i % 2, i + 2.5], tenant=f"tenant-{i % 2}", priority=i % 3)
+            for i in range(30)]
+    output = printed(*rows, slo=SloConfig(ttft_s=1.0))
+    lines = [line.split() for line in output.splitlines()]
+    assert ["tenant-0", "15", "0", "1,000.0*", "1,000.0*", "1,500.0*", "30", "100.0%"] in lines
+    assert ["tenant-1", "15", "0", "2,000.0*", "2,000.0*", "500.0*", "30", "0.0%"] in lines
+    assert ["0", "10", "0", "1,000.0*", "2,000.0*", "1,500.0*", "20", "50.0%"] in lines
+
+
+def test_only_the_largest_tenants_are_shown() -> None:
+    rows = [record(i, float(i), [i + 1.0] * (1 if i < 5 else 2), tenant=f"tenant-{i:02}") for i in range(25)]
+    output = printed(*rows)
+    assert "tenant-04" not in output and "tenant-05" in output and "tenant-24" in output
+    assert "and 5 other tenants; out=FILE lists them all" in output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from load.hand_made import failed, record
@@ -93,6 +95,21 @@ def test_short_answers_and_cached_tokens_are_counted() -> None:
     assert result.lengths is not None
     assert (result.lengths.prompt_tokens, result.lengths.output_tokens) == (10.0, 1.5)
     assert result.lengths.cached_share == 8 / 20
+
+
+def test_figures_by_tenant_and_by_class() -> None:
+    result = summary(record(0, 0.0, [1.0, 2.0], tenant="a", priority=0), record(1, 0.0, [3.0, 5.0], tenant="b"),
+                     record(2, 0.0, [4.0], tenant="a", priority=1, is_warmup=True),
+                     replace(failed(3, 0.0, 1.0), tenant="a", priority=0), record(4, 0.0, [1.0]), ttft_s=1.0)
+    assert list(result.tenants) == ["a", "b"]
+    assert list(result.classes) == [0]
+    a, b = result.tenants["a"], result.tenants["b"]
+    assert (a.succeeded, a.failed, a.prompt_tokens, a.output_tokens, a.good_share) == (1, 1, 10, 2, 0.5)
+    assert a.ttft_s is not None and a.tpot_s is not None and a.e2e_s is not None
+    assert (a.ttft_s.mean, a.tpot_s.mean, a.e2e_s.mean) == (1.0, 1.0, 2.0)
+    assert (b.succeeded, b.failed, b.good_share) == (1, 0, 0.0)
+    assert summary(record(0, 0.0, [1.0], tenant="a")).tenants["a"].good_share is None
+    assert summary(record(0, 0.0, [1.0])).tenants == {}
 
 
 def test_a_run_without_a_success_has_no_figures() -> None:

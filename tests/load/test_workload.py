@@ -94,6 +94,30 @@ def test_tenants_are_spread() -> None:
     assert set(tenants) == {"tenant-0", "tenant-1", "tenant-2", "tenant-3"}
 
 
+def test_classes_have_their_shares() -> None:
+    requests = make(FixedWorkloadConfig(priorities={0: 1, 5: 3}), 4000)
+    assert {r.priority for r in requests} == {0, 5}
+    assert sum(r.priority == 5 for r in requests) == pytest.approx(3000, rel=0.05)
+    assert {r.priority for r in make(FixedWorkloadConfig(), 5)} == {None}
+
+
+def test_predictions_are_exact_or_err_as_they_are_told_to() -> None:
+    requests = make(LognormalWorkloadConfig(prediction_sigma=0), 200)
+    assert [r.predicted_output_tokens for r in requests] == [r.output_tokens for r in requests]
+    long = make(FixedWorkloadConfig(output_tokens=1000, prediction_sigma=0.5), 2000)
+    errors = np.log([(r.predicted_output_tokens or 0) / r.output_tokens for r in long])
+    assert errors.max() == 0.0, "nothing is predicted beyond max_tokens"
+    assert np.quantile(errors, 0.1) == pytest.approx(-1.2816 * 0.5, rel=0.1)
+    assert {r.predicted_output_tokens for r in make(FixedWorkloadConfig(), 5)} == {None}
+
+
+def test_classes_and_predictions_change_nothing_else() -> None:
+    plain = make(LognormalWorkloadConfig(num_tenants=3), 50)
+    rich = make(LognormalWorkloadConfig(num_tenants=3, priorities={1: 1}, prediction_sigma=1), 50)
+    assert [(r.prompt_token_ids, r.output_tokens, r.tenant) for r in plain] == [
+        (r.prompt_token_ids, r.output_tokens, r.tenant) for r in rich]
+
+
 @given(st.integers(1, 10_000), st.floats(0.001, 10))
 def test_scaled_lengths_are_rounded_and_never_zero(tokens: int, scale: float) -> None:
     assert scaled(tokens, scale) == max(1, round(tokens * scale))
@@ -110,6 +134,34 @@ def test_azure_times_with_a_zone(tmp_path: Path) -> None:
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.5+00:00,4,1\n"
                     "2024-05-10 00:00:02+00:00,4,1\n")
     assert [r.arrival_s for r in make(AzureWorkloadConfig(path=str(path)))] == [0.0, 1.5]
+
+
+def test_further_columns_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens,Tenant,Priority,PredictedTokens\n"
+                    "2024-05-10 00:00:00,4,10,alice,2,20\n2024-05-10 00:00:02,4,10,,,\n")
+    config = AzureWorkloadConfig(path=str(path), length_scale=0.5)
+    said = [(r.tenant, r.priority, r.predicted_output_tokens) for r in make(config)]
+    assert said == [("alice", 2, 5), ("", None, None)]
+    for asked in ({"num_tenants": 2}, {"priorities": {0: 1.0}}, {"prediction_sigma": 0.0}):
+        with pytest.raises(ConfigError, match=rf"workload\.{next(iter(asked))}=.*the trace itself says so"):
+            make(AzureWorkloadConfig(path=str(path), **asked))  # type: ignore[arg-type]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens,Priority\n2024-05-10 00:00:00,4,10,-1\n")
+    assert [(r.tenant, r.priority) for r in make(AzureWorkloadConfig(path=str(path), num_tenants=1))] == [
+        ("tenant-0", -1)]
+    lines = [{"timestamp": 0, "input_length": 5, "output_length": 9, "hash_ids": [0], "tenant": "bob", "priority": 3,
+              "predicted_length": 4}, {"timestamp": 1, "input_length": 5, "output_length": 9, "hash_ids": [0]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(r.tenant, r.priority, r.predicted_output_tokens)
+            for r in make(MooncakeWorkloadConfig(path=str(path)))] == [("bob", 3, 4), ("", None, None)]
+
+
+@pytest.mark.parametrize("header", ["Tenant,Colour", "Priority,Tenant", "Tenant,Tenant"])
+def test_unknown_columns_of_a_trace_are_refused(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens,{header}\n")
+    with pytest.raises(ConfigError, match=r":1: the columns are .* and any of Tenant,Priority,PredictedTokens"):
+        make(AzureWorkloadConfig(path=str(path)))
 
 
 @pytest.mark.parametrize(("line", "reason"), [

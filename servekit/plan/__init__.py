@@ -1,0 +1,1 @@
+"""Capacity plans: how many replicas a load needs, from step times and Little's law."""
