@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from servekit.config.errors import ConfigError
+from servekit.config.errors import ConfigError, require
 from servekit.config.resolve import as_dict
 from servekit.config.schema import Config, DType, KernelSet
 from servekit.core.build import build_scheduler
@@ -21,8 +21,10 @@ from servekit.engine.step_log import NoStepLog, Opened, StepLog, StepLogFile
 from servekit.kernels import Kernels, reference_kernels
 from servekit.kernels.cpu import cpu_kernels
 from servekit.kernels.cpu.build import CompilationError, NoCompilerError
+from servekit.model.decoder import Decoder
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel
+from servekit.model.spec import ModelSpec
 from servekit.runner.device import DeviceFacts, find_device
 from servekit.runner.kv_tensors import allocate_host_kv, allocate_kv
 from servekit.runner.memory import MemoryPlan, plan_memory
@@ -38,11 +40,28 @@ _TORCH_DTYPES = {DType.float64: torch.float64, DType.float32: torch.float32, DTy
 
 
 @dataclass(frozen=True)
+class LoadedModel:
+    """What a change of the scheduler's or the cache's settings leaves as it is."""
+
+    config: Config
+    """The settings it was loaded with."""
+    local: LocalModel
+    spec: ModelSpec
+    device: DeviceFacts
+    """As they were before anything was loaded."""
+    kernels: Kernels
+    resolved: Resolved
+    decoder: Decoder
+    load_s: float
+
+
+@dataclass(frozen=True)
 class BuiltEngine:
     """An engine that is ready, and what was found out while it was built."""
 
     engine: Engine
     facts: EngineFacts
+    model: LoadedModel
 
 
 def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress: OnProgress) -> BuiltEngine:
@@ -60,20 +79,72 @@ def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress
     device = find_device(config.engine.device)
     kernels = _load_kernels(config, resolve(config, spec, device), device, cache_dir, on_progress)
     resolved = resolve(config, spec, device, KernelSet(kernels.name))
-    dtype, kv_dtype = _TORCH_DTYPES[resolved.dtype], _TORCH_DTYPES[resolved.kv_dtype]
-    memory = plan_memory(config, spec, device, resolved.quantization, dtype.itemsize, kv_dtype.itemsize)
+    _plan(config, spec, device, resolved)  # What cannot fit is refused before anything is loaded.
     torch.set_num_threads(resolved.threads)
     started = time.monotonic()
-    decoder = load_decoder(local, spec, dtype, device.torch_device, kernels, memory.max_model_len,
+    decoder = load_decoder(local, spec, _TORCH_DTYPES[resolved.dtype], device.torch_device, kernels,
+                           config.model.max_model_len or spec.max_context_tokens,
                            lambda done, total: on_progress("weights", done, total, "B"), resolved.quantization)
-    load_s = time.monotonic() - started
-    kv = allocate_kv(spec, memory.num_kv_blocks, config.memory.block_size_tokens, kv_dtype, device.torch_device)
+    return assemble(config, LoadedModel(config, local, spec, device, kernels, resolved, decoder,
+                                        time.monotonic() - started))
+
+
+def assemble(config: Config, model: LoadedModel) -> BuiltEngine:
+    """An engine around a loaded model: KV cache, scheduler, runner. Raises ConfigError."""
+    _check_same_model(config, model.config)
+    memory = _plan(config, model.spec, model.device, model.resolved)
     scheduler = build_scheduler(config.scheduler, memory.num_kv_blocks, config.memory.block_size_tokens,
                                 memory.max_model_len, memory.num_host_blocks)
-    host_kv = allocate_host_kv(kv, memory.num_host_blocks)
-    runner = Runner(decoder, kv, host_kv, kernels, config.memory.block_size_tokens, device.torch_device)
-    facts = _facts(local, spec.vocab_size, config, device, resolved, memory, load_s)
-    return BuiltEngine(Engine(scheduler, runner, log=_step_log(config, memory)), facts)
+    kv = allocate_kv(model.spec, memory.num_kv_blocks, config.memory.block_size_tokens,
+                     _TORCH_DTYPES[model.resolved.kv_dtype], model.device.torch_device)
+    runner = Runner(model.decoder, kv, allocate_host_kv(kv, memory.num_host_blocks), model.kernels,
+                    config.memory.block_size_tokens, model.device.torch_device)
+    facts = _facts(model.local, model.spec.vocab_size, config, model.device, model.resolved, memory, model.load_s)
+    return BuiltEngine(Engine(scheduler, runner, log=_step_log(config, memory)), facts, model)
+
+
+class ReconfigurableEngine:
+    """An engine whose scheduler and KV cache can be replaced while its model stays loaded."""
+
+    def __init__(self, config: Config, built: BuiltEngine) -> None:
+        self._config = config
+        self._built: BuiltEngine | None = built
+        self._model = built.model
+
+    @property
+    def engine(self) -> Engine:
+        assert self._built is not None
+        return self._built.engine
+
+    def reconfigure(self, config: Config) -> EngineFacts:
+        """Start over under other settings, with empty caches and counters; returns the new facts.
+
+        Raises ConfigError for requests in flight, and for settings that do not fit the model, the memory or what only
+        a fresh process can change; the engine then goes on under its old settings.
+        """
+        require(not self.engine.has_work, "engine", "busy", "has requests, which a change of settings would lose",
+                "wait until they have ended")
+        self._built = None  # Its cache goes before the new one comes: they may not fit side by side.
+        try:
+            self._built = assemble(config, self._model)
+            self._config = config
+        finally:
+            if self._built is None:
+                self._built = assemble(self._config, self._model)
+        return self._built.facts
+
+
+def _plan(config: Config, spec: ModelSpec, device: DeviceFacts, resolved: Resolved) -> MemoryPlan:
+    return plan_memory(config, spec, device, resolved.quantization, _TORCH_DTYPES[resolved.dtype].itemsize,
+                       _TORCH_DTYPES[resolved.kv_dtype].itemsize)
+
+
+def _check_same_model(config: Config, loaded: Config) -> None:
+    """Raise ConfigError for a setting that only a fresh process can change."""
+    asked = {"model": config.model, "engine": config.engine, "memory.kv_dtype": config.memory.kv_dtype}
+    have = {"model": loaded.model, "engine": loaded.engine, "memory.kv_dtype": loaded.memory.kv_dtype}
+    for key, value in asked.items():
+        require(value == have[key], key, value, "cannot change while the model is loaded", "start the engine anew")
 
 
 def _step_log(config: Config, memory: MemoryPlan) -> StepLog:

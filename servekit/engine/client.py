@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum
 from typing import Protocol
 
+from servekit.config.schema import Config
 from servekit.core.request import RequestEvent, RequestId, RequestSpec
 from servekit.engine.messages import EngineFacts, EngineStats, StepRecord
 
@@ -70,6 +71,13 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self) -> int:
         """Forget cached prefixes; returns how many blocks were forgotten."""
+
+    async def reconfigure(self, config: Config) -> EngineFacts:
+        """Go on with the same weights under other settings, as if the engine had just started.
+
+        Raises ConfigError, and goes on as before, for a setting that needs a fresh engine or does not fit, and while
+        requests are in flight; EngineUnavailable when there is no engine.
+        """
 
     async def shutdown(self) -> None:
         """End every request that is left (FinishReason.shutdown) and the engine. May be called twice."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from servekit.config.schema import Config
 from servekit.core.request import FinishReason, RequestId, RequestSpec
-from servekit.engine.build import build_engine
+from servekit.engine.build import ReconfigurableEngine, build_engine
 from servekit.engine.client import EngineState, EngineUnavailable, StartError, StepObserver
 from servekit.engine.engine import Engine
 from servekit.engine.messages import EngineFacts, EngineStats, Loading, StepOutput
@@ -36,7 +36,7 @@ class InProcessClient:
         self._observers: list[StepObserver] = []
         self._streams = StreamTable()
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._engine: Engine | None = None
+        self._host: ReconfigurableEngine | None = None
         self._orders: list[Callable[[Engine], object]] = []
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class InProcessClient:
                                                self._cache_dir, report)
         except ModelFileError as error:
             raise StartError(str(error)) from error
-        self._engine, self._facts = built.engine, built.facts
+        self._host, self._facts = ReconfigurableEngine(self._config, built), built.facts
         self._state = EngineState.ready
         self._loop_task = asyncio.create_task(self._run(), name="engine-loop")
 
@@ -95,6 +95,13 @@ class InProcessClient:
         self._order(lambda engine: loop.call_soon_threadsafe(answer.set_result, engine.reset_prefix_cache()))
         return await answer
 
+    async def reconfigure(self, config: Config) -> EngineFacts:
+        if self._state is not EngineState.ready or self._host is None:
+            raise EngineUnavailable(f"the engine is {self._state.value}")
+        self._facts = await asyncio.get_running_loop().run_in_executor(self._thread, self._host.reconfigure, config)
+        self._config = config
+        return self._facts
+
     async def shutdown(self) -> None:
         if self._state is EngineState.dead:
             return
@@ -111,15 +118,15 @@ class InProcessClient:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        assert self._engine is not None
+        assert self._host is not None
         try:
             while self._state is EngineState.ready:
                 orders, self._orders = self._orders, []
-                idle_s = self._engine.idle_s()
+                idle_s = self._host.engine.idle_s()
                 if not orders and idle_s != 0.0:
                     await self._sleep(idle_s)
                     continue
-                self._publish(await loop.run_in_executor(self._thread, _advance, self._engine, orders))
+                self._publish(await loop.run_in_executor(self._thread, _advance, self._host.engine, orders))
         except Exception as error:
             self._state = EngineState.dead
             self._streams.end_all(FinishReason.error, f"the engine failed: {error}")

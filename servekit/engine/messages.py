@@ -132,6 +132,13 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Forget every cached prefix that no request holds."""
 
 
+class Reconfigure(msgspec.Struct, frozen=True, tag=True):
+    """Go on with the same weights under other settings. Only for an engine without requests."""
+
+    config: bytes
+    """The whole configuration, pickled: components are told apart by their classes."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End every request that is left, then the process."""
 
@@ -177,5 +184,18 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
     num_blocks_forgotten: int
 
 
-ToEngine = AddRequests | Abort | ResetPrefixCache | Shutdown
-FromEngine = Loading | Ready | StartFailed | StepOutput | PrefixCacheReset
+class Reconfigured(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Reconfigure`: prefix cache, KV cache and counters are as in an engine that has just started."""
+
+    facts: EngineFacts
+
+
+class ReconfigureRefused(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Reconfigure`: the engine goes on as it was, with its caches emptied."""
+
+    setting: tuple[str, str, str, str]
+    """Key, value, limit and remedy of a ConfigError."""
+
+
+ToEngine = AddRequests | Abort | ResetPrefixCache | Reconfigure | Shutdown
+FromEngine = Loading | Ready | StartFailed | StepOutput | PrefixCacheReset | Reconfigured | ReconfigureRefused

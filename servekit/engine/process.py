@@ -14,20 +14,26 @@ import signal
 import sys
 import threading
 import time
+from typing import Protocol
 
 import msgspec
 import zmq
 
 from servekit.config.errors import ConfigError, show
+from servekit.config.schema import Config
 from servekit.core.request import FinishReason
 from servekit.engine.engine import Engine
 from servekit.engine.messages import (
     Abort,
     AddRequests,
+    EngineFacts,
     FromEngine,
     Loading,
     PrefixCacheReset,
     Ready,
+    Reconfigure,
+    Reconfigured,
+    ReconfigureRefused,
     ResetPrefixCache,
     Shutdown,
     StartFailed,
@@ -40,6 +46,16 @@ _HEARTBEATS = 4
 """An idle engine shows that it lives so many times within engine.heartbeat_timeout_s, but at most once a second."""
 
 log = logging.getLogger(__name__)
+
+
+class EngineHost(Protocol):
+    """Where the process finds its engine, which may be another one after each message."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def reconfigure(self, config: Config) -> EngineFacts:
+        """Put a new engine in place of one without requests. Raises ConfigError, with the old one in place."""
 
 
 class EngineProcess:
@@ -55,35 +71,45 @@ class EngineProcess:
     def send(self, message: FromEngine) -> None:
         self._socket.send(self._encode(message))
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, host: EngineHost) -> None:
         """Alternate between inbox and steps until told to shut down."""
         while not self._is_shutting_down:
+            engine = host.engine
             was_working = engine.has_work
             idle_s = engine.idle_s()
-            self._take_inbox(engine, wait_s=self._heartbeat_s if idle_s is None else min(idle_s, self._heartbeat_s))
+            self._take_inbox(host, wait_s=self._heartbeat_s if idle_s is None else min(idle_s, self._heartbeat_s))
+            engine = host.engine
             output = engine.step() if engine.has_work else StepOutput((), engine.stats())
             self.send(output)
             if was_working and not engine.has_work:
                 engine.check()
-        self._say_goodbye(engine)
+        self._say_goodbye(host.engine)
 
-    def _take_inbox(self, engine: Engine, wait_s: float) -> None:
+    def _take_inbox(self, host: EngineHost, wait_s: float) -> None:
         """Handle every message that is here; wait for the first one for at most `wait_s`."""
         timeout_ms = int(1e3 * wait_s)
         while self._socket.poll(timeout_ms):
-            self._handle(engine, self._socket.recv())
+            self._handle(host, self._socket.recv())
             timeout_ms = 0
 
-    def _handle(self, engine: Engine, frame: bytes) -> None:
+    def _handle(self, host: EngineHost, frame: bytes) -> None:
         match self._decode(frame):
             case AddRequests(specs):
-                engine.add(specs)
+                host.engine.add(specs)
             case Abort(request_ids):
-                engine.abort(request_ids)
+                host.engine.abort(request_ids)
             case ResetPrefixCache():
-                self.send(PrefixCacheReset(engine.reset_prefix_cache()))
+                self.send(PrefixCacheReset(host.engine.reset_prefix_cache()))
+            case Reconfigure(config):
+                self.send(self._reconfigured(host, pickle.loads(config)))
             case Shutdown():
                 self._is_shutting_down = True
+
+    def _reconfigured(self, host: EngineHost, config: Config) -> Reconfigured | ReconfigureRefused:
+        try:
+            return Reconfigured(host.reconfigure(config))
+        except ConfigError as error:
+            return ReconfigureRefused((error.key, show(error.value), error.limit, error.remedy))
 
     def _say_goodbye(self, engine: Engine) -> None:
         engine.abort_all(FinishReason.shutdown, "the server is shutting down")
@@ -109,7 +135,7 @@ def main() -> int:
 def _run(process: EngineProcess, order: StartOrder) -> int:
     process.send(Loading("torch", 0, 1, ""))
     # torch takes seconds to import; until here the process has not needed it.
-    from servekit.engine.build import build_engine
+    from servekit.engine.build import ReconfigurableEngine, build_engine
 
     try:
         built = build_engine(order.config, order.local, order.cache_dir, _ProgressSender(process))
@@ -120,7 +146,7 @@ def _run(process: EngineProcess, order: StartOrder) -> int:
         process.send(StartFailed(str(error)))
         return 1
     process.send(Ready(built.facts))
-    process.serve(built.engine)
+    process.serve(ReconfigurableEngine(order.config, built))
     return 0
 
 

@@ -28,6 +28,9 @@ from servekit.engine.messages import (
     Loading,
     PrefixCacheReset,
     Ready,
+    Reconfigure,
+    Reconfigured,
+    ReconfigureRefused,
     ResetPrefixCache,
     Shutdown,
     StartFailed,
@@ -65,6 +68,7 @@ class ProcessClient:
         self._observers: list[StepObserver] = []
         self._streams = StreamTable()
         self._resets: deque[asyncio.Future[int]] = deque()
+        self._reconfiguring: asyncio.Future[EngineFacts] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = from_engine_decoder().decode
         self._directory = private_directory()
@@ -126,6 +130,19 @@ class ProcessClient:
         self._resets.append(answer)
         self._send(ResetPrefixCache())
         return await answer
+
+    async def reconfigure(self, config: Config) -> EngineFacts:
+        if self._state is not EngineState.ready:
+            raise EngineUnavailable(f"the engine is {self._state.value}")
+        assert self._reconfiguring is None, "one change of settings at a time"
+        self._reconfiguring = asyncio.get_running_loop().create_future()
+        self._send(Reconfigure(pickle.dumps(config)))
+        try:
+            self._facts = await self._reconfiguring
+        finally:
+            self._reconfiguring = None
+        self._config = config
+        return self._facts
 
     # Life and death of the process.
 
@@ -234,6 +251,10 @@ class ProcessClient:
                 answer = self._resets.popleft()
                 if not answer.cancelled():
                     answer.set_result(num_blocks)
+            case Reconfigured(facts) if self._reconfiguring is not None:
+                self._reconfiguring.set_result(facts)
+            case ReconfigureRefused(setting) if self._reconfiguring is not None:
+                self._reconfiguring.set_exception(ConfigError(*setting))
 
     def _publish(self, stats: EngineStats, step: StepRecord | None) -> None:
         self._stats = stats.after(self._stats)
@@ -245,6 +266,8 @@ class ProcessClient:
         self._publish(EngineStats(), None)
         while self._resets:
             self._resets.popleft().set_exception(EngineUnavailable(cause))
+        if self._reconfiguring is not None and not self._reconfiguring.done():
+            self._reconfiguring.set_exception(EngineUnavailable(cause))
 
     def _may_restart(self) -> bool:
         """Count this death; False when the policy or the count forbids another start."""

@@ -12,6 +12,7 @@ from servekit.config.errors import ConfigError
 from servekit.config.schema import Config, DType, EngineConfig, MemoryConfig, ModelConfig
 from servekit.core.request import FinishReason
 from servekit.engine import build as engine_build
+from servekit.engine.messages import EngineStats
 
 
 def test_stop_tokens_and_min_tokens() -> None:
@@ -90,8 +91,22 @@ def test_counters_add_up() -> None:
     stats = engine.stats()
     assert stats.prompt_tokens_total == 40 + 8 and stats.cached_tokens_total == 32
     assert stats.generation_tokens_total == 12 and stats.prefix_queries_total == 80
-    assert stats.num_steps_total == sum(stats.bound_total.values()) == 12
+    assert stats.breakdown is not None
+    assert stats.num_steps_total == sum(stats.breakdown.bounds.values()) == 12
     assert stats.execute_s_total > 0 and stats.kv_blocks_used == 0
+
+
+def test_counters_by_name_are_told_now_and_then_and_in_the_end() -> None:
+    engine = make_engine()
+    engine.add([spec([1, 2, 3], 40)])
+    told = []
+    while engine.has_work:
+        told.append(engine.step().stats.breakdown)
+    assert told[0] is not None and told[-1] is not None
+    assert told[-1].bounds == {"nothing_waiting": 40}
+    assert told.count(None) > len(told) / 2
+    assert EngineStats(breakdown=None).after(EngineStats(breakdown=told[0])).breakdown is told[0]
+    assert EngineStats(breakdown=told[-1]).after(EngineStats(breakdown=told[0])).breakdown is told[-1]
 
 
 @pytest.mark.parametrize("memory, model, key, words", [

@@ -27,8 +27,8 @@ from servekit.engine.resolve import Resolved, resolve
 from servekit.model.loader import load_spec
 from servekit.runner.device import DeviceFacts
 
-CPU = DeviceFacts(Device.cpu, "cpu", cores=6, total_bytes=2**34, free_bytes=2**33)
-CUDA = DeviceFacts(Device.cuda, "a GPU", cores=6, total_bytes=2**34, free_bytes=2**33)
+CPU = DeviceFacts(Device.cpu, "cpu", cores=6, total_bytes=2**34, free_bytes=2**33, host_free_bytes=2**33)
+CUDA = DeviceFacts(Device.cuda, "a GPU", cores=6, total_bytes=2**34, free_bytes=2**33, host_free_bytes=2**33)
 AUTO, NONE, INT8, INT4 = Quantization.auto, Quantization.none, Quantization.int8, Quantization.int4
 FLOAT32, BFLOAT16 = DType.float32, DType.bfloat16
 
@@ -40,7 +40,7 @@ def config(*, dtype: DType = DType.auto, quantization: Quantization = AUTO, kv_d
                   memory=MemoryConfig(kv_dtype=kv_dtype))
 
 
-def resolved(machine: DeviceFacts = CPU, checkpoint: str = "float32", available: KernelSet = KernelSet.cpu,
+def resolved(machine: DeviceFacts = CPU, checkpoint: str = "float32", available: KernelSet | None = KernelSet.cpu,
              **settings: Any) -> Resolved:
     model = dataclasses.replace(load_spec(dummy_model()), checkpoint_dtype=checkpoint)
     return resolve(config(**settings), model, machine, available)
@@ -63,10 +63,22 @@ def test_on_a_cpu_everything_left_open_is_said() -> None:
 
 
 def test_on_a_gpu_everything_left_open_is_said() -> None:
-    result = resolved(CUDA)
-    assert result == Resolved(BFLOAT16, BFLOAT16, NONE, KernelSet.reference, 6, result.notes)
+    result = resolved(CUDA, available=KernelSet.triton)
+    assert result == Resolved(BFLOAT16, BFLOAT16, NONE, KernelSet.triton, 6, result.notes)
     assert result.notes == ("engine.device: auto -> cuda", "model.dtype: auto -> bfloat16",
-                            "engine.kernels: auto -> reference", "engine.threads: null -> 6")
+                            "engine.kernels: auto -> triton", "engine.threads: null -> 6")
+
+
+def test_on_a_gpu_the_triton_operations_serve_where_they_can() -> None:
+    assert resolved(CUDA, available=None).kernels is KernelSet.triton
+    assert resolved(CUDA, available=KernelSet.reference).kernels is KernelSet.reference
+    assert resolved(CUDA, available=None, dtype=DType.float64).kernels is KernelSet.reference
+
+
+@pytest.mark.parametrize(("machine", "dtype"), [(CPU, FLOAT32), (CUDA, DType.float64)], ids=str)
+def test_the_triton_operations_are_refused_where_they_cannot_serve(machine: DeviceFacts, dtype: DType) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kernels.*triton.*on a GPU"):
+        resolved(machine, dtype=dtype, kernels=KernelSet.triton)
 
 
 def test_what_is_given_is_kept_and_nothing_is_said() -> None:
