@@ -13,6 +13,16 @@ def reference(source: Tensor, target: Tensor, source_blocks: Tensor, target_bloc
         target: The same shape but for the number of blocks; on any device.
         source_blocks: [N] int64.
         target_blocks: [N] int64, no block twice.
+
+    Between a GPU and pinned memory the copies take their turn in the GPU's queue, and this does not wait for them.
     """
-    blocks = source[source_blocks.to(source.device)]
-    target[target_blocks.to(target.device)] = blocks.to(device=target.device, dtype=target.dtype)
+    if source.device != target.device:
+        one_by_one(source, target, source_blocks, target_blocks)
+    else:
+        target[target_blocks.to(target.device)] = source[source_blocks.to(source.device)].to(target.dtype)
+
+
+def one_by_one(source: Tensor, target: Tensor, source_blocks: Tensor, target_blocks: Tensor) -> None:
+    """The same without gathering the blocks first, which would pass them through memory that is not pinned."""
+    for origin, goal in zip(source_blocks.tolist(), target_blocks.tolist(), strict=True):
+        target[goal].copy_(source[origin], non_blocking=True)

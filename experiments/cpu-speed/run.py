@@ -1,11 +1,12 @@
 """servekit beside llama-server and vLLM on a CPU, over HTTP, one server at a time in alternating rounds.
 
-    python experiments/cpu-speed/run.py llama=/path/to/llama-server gguf=DIR [vllm=/path/to/vllm hf=DIR]
+    python experiments/cpu-speed/run.py llama=/path/to/llama-server gguf=DIR [vllm=/path/to/python hf=DIR]
                                         [rounds=2] [growth=true] [growing=NAME,NAME] [only=NAME,NAME] [out=result.json]
 
-gguf: folder with smol-q4_1.gguf, smol-q8_0.gguf and smol-f32.gguf; hf: the same model as a Hugging Face folder. A peer
-that is not given is said to be absent. Prompts are random token ids, fresh for every request, so that no cache helps
-where none is meant to. Each figure is the median over rounds; ratios are of figures from this one run.
+gguf: folder with smol-q4_1.gguf, smol-q8_0.gguf and smol-f32.gguf; vllm: the Python of an environment that has vLLM for
+CPUs; hf: the same model as a Hugging Face folder. A peer that is not given is said to be absent. Prompts are random
+token ids, fresh for every request, so that no cache helps where none is meant to. Each figure is the median over
+rounds; ratios are of figures from this one run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ PORT = 18200
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 LLAMA = "{llama} -m {file} -np {slots} -c {context} -t {cores} -tb {cores} --poll 0 --poll-batch 0 --threads-http 1"
+
+VLLM = ("{python} -m vllm.entrypoints.openai.api_server --model {folder} --dtype {dtype} --max-model-len 8192 "
+        "--max-num-seqs {slots} --enable-prefix-caching")
 
 
 @dataclass(frozen=True)
@@ -202,13 +206,13 @@ def contenders(options: dict[str, str]) -> list[Contender]:
     else:
         print("llama-server is absent: give llama=PATH gguf=DIR to measure it")
     if "vllm" in options:
-        command = (f"{options['vllm']} serve {options['hf']} --port {{port}} --dtype float32 --max-model-len 8192 "
-                   "--max-num-seqs {slots}")
-        found.append(Contender("vllm fp32", command, {}, {
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}))
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+                       "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}
+        for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+            command = VLLM.format(python=options["vllm"], folder=options["hf"], dtype=dtype, slots="{slots}")
+            found.append(Contender(f"vllm {name}", f"{command} --port {{port}}", {}, environment))
     else:
-        print("vLLM is absent: give vllm=PATH hf=DIR to measure it")
+        print("vLLM is absent: give vllm=PYTHON hf=DIR to measure it")
     only = options.get("only", "").split(",") if "only" in options else None
     return [contender for contender in found if only is None or contender.name in only]
 
@@ -217,7 +221,9 @@ def limits() -> dict[str, float]:
     """What the machine can do: memory read by torch, float32 and int8 products by torch."""
     import torch
 
-    numbers = torch.ones(64 * 1024 * 1024)
+    from servekit.kernels.cpu import huge_pages
+
+    numbers = huge_pages.empty((64 * 1024 * 1024,), torch.float32).fill_(1)
     weights = torch.randn(1536, 1536)
     x = torch.randn(512, 1536)
     packed = torch.ops.quantized.linear_prepack(torch.quantize_per_tensor(weights, 0.05, 0, torch.qint8), None)
@@ -226,7 +232,7 @@ def limits() -> dict[str, float]:
     def best_s(run: Any) -> float:
         run()
         times = []
-        for _ in range(10):
+        for _ in range(50):
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,12 +13,13 @@ from torch.nn import functional as F
 
 from servekit.kernels.attention import AttentionBatch
 from servekit.kernels.cpu.build import build_library
+from servekit.kernels.cpu.huge_pages import HugePages
 from servekit.kernels.dispatch import Kernels
 from servekit.kernels.fused_layer import FusedLayer, KVLayer, LayerOperands
 from servekit.kernels.int4_linear import GROUP_SIZE, Int4Weight
 from servekit.kernels.int8_linear import Int8Weight
 
-_TILE = 8
+_TILE = 16
 """Output channels that the C++ code computes together."""
 _NO_WINDOW = 1 << 40
 
@@ -37,6 +39,7 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, threads: int, on_compile: C
     torch.ops.load_library(str(build_library(cache_dir, on_compile)))  # type: ignore[no-untyped-call]
     ops = torch.ops.servekit_cpu
     ops.set_threads.default(threads)
+    pages = HugePages()
     return replace(
         reference,
         name="cpu",
@@ -45,8 +48,8 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, threads: int, on_compile: C
         silu_and_mul=ops.silu_and_mul.default,
         rope_and_cache=ops.rope_and_cache.default,
         paged_attention=_paged_attention,
-        int8=_int8_product,
-        int4=_int4_product,
+        int8=partial(_int8_product, pages),
+        int4=partial(_int4_product, pages),
         fused_layer=_fused_layer,
         argmax=_argmax,
         draw=_draw,
@@ -63,11 +66,11 @@ def _paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: A
 
 @dataclass(frozen=True, slots=True)
 class _PackedProduct:
-    """A matrix of integers in tiles of eight output channels."""
+    """A matrix of integers in tiles of output channels."""
 
     packed: Tensor
     scales: Tensor
-    """[tiles, groups, 8] float32 of eight-bit integers; empty for four bits, which carry theirs among them."""
+    """[tiles, groups, 16] float32 of eight-bit integers; empty for four bits, which carry theirs among them."""
     rows: int
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -75,16 +78,16 @@ class _PackedProduct:
         return product
 
 
-def _int8_product(weight: Int8Weight) -> _PackedProduct:
+def _int8_product(pages: HugePages, weight: Int8Weight) -> _PackedProduct:
     """Activations are rounded to 14 bits, by row."""
     rows, columns = weight.integers.shape
     integers = F.pad(weight.integers, (0, 0, 0, -rows % _TILE))
     packed = integers.view(-1, _TILE, columns // 2, 2).permute(0, 2, 1, 3).reshape(len(integers) // _TILE, -1)
     scales = F.pad(weight.scales, (0, 0, 0, -rows % _TILE)).view(-1, _TILE, weight.scales.shape[1])
-    return _PackedProduct(packed.contiguous(), scales.transpose(1, 2).contiguous(), rows)
+    return _PackedProduct(pages.place(packed), pages.place(scales.transpose(1, 2)), rows)
 
 
-def _int4_product(weight: Int4Weight) -> _PackedProduct:
+def _int4_product(pages: HugePages, weight: Int4Weight) -> _PackedProduct:
     """Activations are rounded to 8 bits, by groups of 32."""
     rows, columns = weight.integers.shape
     padding, num_groups = (0, 0, 0, -rows % _TILE), columns // GROUP_SIZE
@@ -93,7 +96,7 @@ def _int4_product(weight: Int4Weight) -> _PackedProduct:
     integers = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 3, 1, 4).flatten(2)
     scales, minima = (F.pad(values, padding).view(-1, _TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
                       for values in (weight.scales, weight.minima))
-    return _PackedProduct(torch.cat([integers, scales, minima], dim=-1).contiguous(), torch.empty(0), rows)
+    return _PackedProduct(pages.place(torch.cat([integers, scales, minima], dim=-1)), torch.empty(0), rows)
 
 
 def _fused_layer(operands: LayerOperands) -> FusedLayer | None:
@@ -103,15 +106,14 @@ def _fused_layer(operands: LayerOperands) -> FusedLayer | None:
     if len(packed) < len(products):
         return None
     matrices = [tensor for product in packed for tensor in (product.packed, product.scales)]
-    rows = [product.rows for product in packed]
-    scale, window = operands.head_dim ** -0.5, operands.window or _NO_WINDOW
+    scale, window, intermediate = operands.head_dim ** -0.5, operands.window or _NO_WINDOW, packed[2].rows // 2
     run: Callable[..., tuple[Tensor, Tensor]] = torch.ops.servekit_cpu.layer.default
 
     def layer(normed: Tensor, residual: Tensor, cos_sin: Tensor, positions: Tensor, batch: AttentionBatch,
               kv: KVLayer) -> tuple[Tensor, Tensor]:
-        return run(normed, residual, matrices, rows, operands.mlp_norm, operands.next_norm, cos_sin, positions,
+        return run(normed, residual, matrices, operands.mlp_norm, operands.next_norm, cos_sin, positions,
                    batch.slots, batch.query_start, batch.context_lens, batch.block_tables, kv[0], kv[1],
-                   operands.num_heads, scale, window, operands.rms_eps)
+                   operands.num_heads, intermediate, scale, window, operands.rms_eps)
 
     return layer
 

@@ -1,5 +1,6 @@
-// Attention over a paged KV cache, one key head of one request at a time, with an online softmax
-// (FlashAttention; Dao et al., 2022) over tiles of kTile keys.
+// Attention over a paged KV cache, one key head of one request at a time, with a softmax that goes on from part to part
+// (FlashAttention; Dao et al., 2022). Few rows read keys and values straight from the cache and see a whole part at
+// once; many rows share a copy of each tile in float.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +12,11 @@
 
 namespace servekit {
 
-constexpr int kTile = 64;     // Keys in one tile.
+constexpr int kPart = 512;    // Positions of a context that one task reads.
+constexpr int kTile = 64;     // Keys in one tile of many rows.
 constexpr int kMaxRows = 48;  // Query rows (query tokens times heads of the group) that share a pass over the keys.
+constexpr int kFewRows = 8;
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // The cache of one layer as [num_blocks, num_kv_heads, block_size, head_dim].
 template <typename T>
@@ -28,80 +32,52 @@ struct Cache {
   }
 };
 
-// Running softmax of some rows: what has been seen of the context so far.
-struct Partial {
-  std::vector<float> out;  // [rows, head_dim], not yet divided by `total`.
-  std::vector<float> peak;
-  std::vector<float> total;
+// Which keys a pass reads, and for which query rows. Row r of each key head is at position `positions[r]` and sees
+// (positions[r] - window, positions[r]], of which this pass has [start, end).
+struct Pass {
+  const int32_t* table;
+  int64_t first_head, num_heads;  // Key heads; the rows of the second come after all rows of the first.
+  int64_t start, end, window;
+  const int64_t* positions;
+  int rows;
 
-  void reset(int rows, int64_t head_dim) {
-    out.assign(rows * head_dim, 0.0f);
-    peak.assign(rows, -std::numeric_limits<float>::infinity());
-    total.assign(rows, 0.0f);
+  // The part of the keys [first, first + count) that row r sees, counted from `first`.
+  int seen_from(int r, int64_t first) const { return int(std::max<int64_t>(0, positions[r] - window + 1 - first)); }
+  int seen_to(int r, int64_t first, int count) const {
+    return int(std::min<int64_t>(count, positions[r] + 1 - first));
   }
+};
+
+// The softmax of some rows, as far as it has been computed.
+struct Partial {
+  float* out;    // [rows, head_dim], not yet divided by `total`.
+  float* peak;   // [rows]
+  float* total;  // [rows]
 };
 
 struct Scratch {
-  std::vector<float> queries;  // [rows, head_dim], scaled.
-  std::vector<float> keys;     // [head_dim, kTile]: transposed, for many rows.
+  std::vector<int64_t> rows;   // Where each key, and its value, lies in the cache.
+  std::vector<float> queries;  // [rows, padded head_dim], for few rows: in the order of `Columns`.
+  std::vector<float> mixed;    // The same: what becomes the result.
+  std::vector<float> keys;     // [head_dim, kTile]: transposed.
   std::vector<float> values;   // [kTile, head_dim]
-  std::vector<float> scores;   // [rows, kTile]
+  std::vector<float> scores;   // [rows, kTile], for few rows [rows, kPart].
 };
 
-// Gives the address of each key of a tile.
+constexpr int kAhead = 32;  // Keys between the one that is used and the one that memory is asked for.
+
+// Finds where the keys [start, end) lie; the last one is repeated for those who look ahead.
 template <typename T>
-struct TileRows {
-  int64_t rows[kTile];
-  int count;
-
-  void find(const Cache<T>& cache, const int32_t* table, int64_t head, int64_t start, int64_t end) {
-    count = int(end - start);
-    int64_t block = start / cache.block_size, offset = start % cache.block_size;
-    for (int i = 0; i < count; ++i) {
-      rows[i] = cache.row(table[block], head, offset);
-      if (++offset == cache.block_size) {
-        offset = 0;
-        ++block;
-      }
-    }
+inline void find_rows(const Cache<T>& cache, const Pass& pass, int64_t start, int64_t end, std::vector<int64_t>& rows) {
+  rows.resize(end - start + kLanes + kAhead);
+  int64_t* row = rows.data();
+  for (int64_t position = start; position < end;) {
+    const int64_t offset = position % cache.block_size, count = std::min(cache.block_size - offset, end - position);
+    const int64_t first = cache.row(pass.table[position / cache.block_size], pass.first_head, offset);
+    for (int64_t i = 0; i < count; ++i) *row++ = first + i * cache.head_dim;
+    position += count;
   }
-
-  // Asks for one key and its value, if the tile has that many.
-  void prefetch(const Cache<T>& cache, int i) const {
-    constexpr int64_t kLine = 64 / sizeof(T);
-    if (i >= count) return;
-    for (int64_t d = 0; d < cache.head_dim; d += kLine) {
-      __builtin_prefetch(cache.keys + rows[i] + d);
-      __builtin_prefetch(cache.values + rows[i] + d);
-    }
-  }
-};
-
-// scores[r][j] = queries[r] . key j for a few rows: each key is read, and widened to float, once for all of them.
-template <int Rows, typename T>
-inline void score_rows(const Cache<T>& cache, const TileRows<T>& tile, const TileRows<T>& next, const float* queries,
-                       float* scores) {
-  const int64_t dim = cache.head_dim, whole = dim / 8 * 8;
-  for (int first = 0; first < tile.count; first += 8) {
-    const int keys = std::min(8, tile.count - first);
-    f32x8 products[Rows][8];
-    for (int j = 0; j < keys; ++j) {
-      const T* key = cache.keys + tile.rows[first + j];
-      next.prefetch(cache, first + j);
-      f32x8 sums[Rows];
-      for (int r = 0; r < Rows; ++r) sums[r] = splat(0.0f);
-      for (int64_t d = 0; d < whole; d += 8) {
-        f32x8 columns = load8(key + d);
-        for (int r = 0; r < Rows; ++r) sums[r] += load8(queries + r * dim + d) * columns;
-      }
-      for (int64_t d = whole; d < dim; ++d)
-        for (int r = 0; r < Rows; ++r) sums[r][0] += queries[r * dim + d] * to_float(key[d]);
-      for (int r = 0; r < Rows; ++r) products[r][j] = sums[r];
-    }
-    for (int j = keys; j < 8; ++j)
-      for (int r = 0; r < Rows; ++r) products[r][j] = splat(0.0f);
-    for (int r = 0; r < Rows; ++r) store8(scores + r * kTile + first, sums8(products[r]));
-  }
+  std::fill(row, rows.data() + rows.size(), row[-1]);
 }
 
 // Runs f<Rows>(first row) for all rows, at most four at a time. How a row is computed does not depend on its company.
@@ -114,52 +90,203 @@ inline void by_rows(int rows, F f) {
   if (rows - r == 1) f(std::integral_constant<int, 1>{}, r);
 }
 
+// Turns a row's scores into weights relative to the highest score so far; returns the factor for what came before.
+// Columns outside [from, to) get weight 0, up to `width`, a multiple of kLanes; there may be none inside.
+inline float weigh(float* scores, int from, int to, int width, float& peak, float& total) {
+  std::fill(scores, scores + std::min(from, width), kLowest);
+  std::fill(scores + std::max(to, 0), scores + width, kLowest);
+  floats high = splat(kLowest);
+  for (int j = 0; j < width; j += kLanes) high = max(high, load(scores + j));
+  const float new_peak = std::max(peak, largest_of(high));
+  if (new_peak == kLowest) {
+    std::fill(scores, scores + width, 0.0f);
+    return 1.0f;
+  }
+  floats weights = splat(0.0f);
+  for (int j = 0; j < width; j += kLanes) {
+    const floats weight = exponential(load(scores + j) - new_peak);
+    store(scores + j, weight);
+    weights += weight;
+  }
+  const float factor = peak == kLowest ? 0.0f : std::exp(peak - new_peak);
+  total = total * factor + sum_of(weights);
+  peak = new_peak;
+  return factor;
+}
+
+// --- Few rows -------------------------------------------------------------------------------------------------------
+
+inline int64_t padded(int64_t head_dim) { return (head_dim + kColumns - 1) / kColumns * kColumns; }
+
+// The column that comes at place i when columns are ordered as `Columns` has them.
 template <typename T>
-inline void load_keys_transposed(const Cache<T>& cache, const TileRows<T>& tile, float* keys) {
+inline int64_t column_at(const T* format, int64_t i) {
+  return i / kColumns * kColumns + column_of_lane(format, int(i % kColumns));
+}
+
+// Asks memory for what a later load_columns(p) reads. Calls of it must not stand alone in a loop: GCC removes those.
+template <typename T>
+inline void prefetch_columns(const T* p) {
+  for (int i = 0; i < kColumns; i += int(64 / sizeof(T))) __builtin_prefetch(p + i);
+}
+
+// scores[r][j] = queries[r] . key j for kLanes keys: each is read, and widened to float, once for all rows.
+template <int Rows, typename T, typename Dim>
+inline void score_few(const T* keys, const int64_t* rows, Dim head_dim, const float* queries, float* scores) {
+  const int64_t width = padded(head_dim);
+  floats folded[Rows][kLanes / 4];
+  for (int four = 0; four < kLanes / 4; ++four, rows += 4) {
+    floats sums[Rows][4] = {};
+    auto add = [&](int64_t d, Columns k0, Columns k1, Columns k2, Columns k3) {
+      for (int r = 0; r < Rows; ++r) {
+        const floats q0 = load(queries + r * width + d), q1 = load(queries + r * width + d + kLanes);
+        sums[r][0] += q0 * k0.first;
+        sums[r][1] += q0 * k1.first;
+        sums[r][2] += q0 * k2.first;
+        sums[r][3] += q0 * k3.first;
+        sums[r][0] += q1 * k0.second;
+        sums[r][1] += q1 * k1.second;
+        sums[r][2] += q1 * k2.second;
+        sums[r][3] += q1 * k3.second;
+      }
+    };
+    int64_t d = 0;
+    for (; d + kColumns <= head_dim; d += kColumns) {
+      for (int j = 0; j < 4; ++j) prefetch_columns(keys + rows[kAhead + j] + d);
+      add(d, load_columns(keys + rows[0] + d), load_columns(keys + rows[1] + d), load_columns(keys + rows[2] + d),
+          load_columns(keys + rows[3] + d));
+    }
+    if (const int rest = int(head_dim - d); rest > 0)
+      add(d, load_columns(keys + rows[0] + d, rest), load_columns(keys + rows[1] + d, rest),
+          load_columns(keys + rows[2] + d, rest), load_columns(keys + rows[3] + d, rest));
+    for (int r = 0; r < Rows; ++r) folded[r][four] = fold(sums[r]);
+  }
+  for (int r = 0; r < Rows; ++r) store(scores + r * kPart, sums_of_folded(folded[r]));
+}
+
+// out[r] += sum over j of weights[r][j] * value j, for Chunks times kColumns columns; `load_value(j, c)` gives some.
+template <int Rows, int Chunks, typename Load>
+inline void mix_columns_few(float* out, int64_t width, const float* weights, int count, Load load_value) {
+  floats sums[Rows][2 * Chunks];
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < 2 * Chunks; ++c) sums[r][c] = load(out + r * width + c * kLanes);
+  for (int j = 0; j < count; ++j)
+    for (int c = 0; c < Chunks; ++c) {
+      const Columns value = load_value(j, c);
+      for (int r = 0; r < Rows; ++r) {
+        sums[r][2 * c] += weights[r * kPart + j] * value.first;
+        sums[r][2 * c + 1] += weights[r * kPart + j] * value.second;
+      }
+    }
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < 2 * Chunks; ++c) store(out + r * width + c * kLanes, sums[r][c]);
+}
+
+template <int Rows, typename T, typename Dim>
+inline void mix_few(const T* values, const int64_t* rows, Dim head_dim, const float* weights, int count, float* out) {
+  const int64_t width = padded(head_dim);
+  int64_t d = 0;
+  for (; d + 2 * kColumns <= head_dim; d += 2 * kColumns)
+    mix_columns_few<Rows, 2>(out + d, width, weights, count, [&](int j, int c) {
+      prefetch_columns(values + rows[j + kAhead] + d + c * kColumns);
+      return load_columns(values + rows[j] + d + c * kColumns);
+    });
+  for (; d + kColumns <= head_dim; d += kColumns)
+    mix_columns_few<Rows, 1>(out + d, width, weights, count,
+                             [&](int j, int) { return load_columns(values + rows[j] + d); });
+  if (d < head_dim)
+    mix_columns_few<Rows, 1>(out + d, width, weights, count,
+                             [&](int j, int) { return load_columns(values + rows[j] + d, int(head_dim - d)); });
+}
+
+// Attends up to kFewRows rows of each key head to at most kPart keys. Where a block ends its keys of one head, those of
+// the next follow: all heads are read together, so that the processor sees longer runs of memory.
+template <typename T, typename Dim>
+void attend_few(const Cache<T>& cache, Dim dim, const Pass& pass, const float* queries, Scratch& scratch,
+                Partial partial) {
+  const int64_t width = padded(dim), head_stride = cache.block_size * dim;
+  const int count = int(pass.end - pass.start), rows = pass.rows, all_rows = int(pass.num_heads * rows);
+  find_rows(cache, pass, pass.start, pass.end, scratch.rows);
+  scratch.scores.resize(all_rows * kPart);
+  scratch.queries.resize(all_rows * width);
+  scratch.mixed.assign(all_rows * width, 0.0f);
+  for (int r = 0; r < all_rows; ++r)
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t d = column_at(cache.keys, i);
+      scratch.queries[r * width + i] = d < dim ? queries[r * dim + d] : 0.0f;
+    }
+  float* scores = scratch.scores.data();
+  for (int first = 0; first < count; first += kLanes) {
+    const int64_t* own = scratch.rows.data() + first;
+    for (int64_t head = 0; head < pass.num_heads; ++head)
+      by_rows(rows, [&](auto n, int r) {
+        const int64_t row = head * rows + r;
+        score_few<n>(cache.keys + head * head_stride, own, dim, scratch.queries.data() + row * width,
+                     scores + row * kPart + first);
+      });
+  }
+  for (int r = 0; r < all_rows; ++r)
+    weigh(scores + r * kPart, pass.seen_from(r % rows, pass.start), pass.seen_to(r % rows, pass.start, count),
+          (count + kLanes - 1) / kLanes * kLanes, partial.peak[r], partial.total[r]);
+  for (int first = 0; first < count; first += kLanes) {
+    const int64_t* own = scratch.rows.data() + first;
+    for (int64_t head = 0; head < pass.num_heads; ++head)
+      by_rows(rows, [&](auto n, int r) {
+        const int64_t row = head * rows + r;
+        mix_few<n>(cache.values + head * head_stride, own, dim, scores + row * kPart + first,
+                   std::min(kLanes, count - first), scratch.mixed.data() + row * width);
+      });
+  }
+  for (int r = 0; r < all_rows; ++r)
+    for (int64_t i = 0; i < width; ++i)
+      if (const int64_t d = column_at(cache.keys, i); d < dim) partial.out[r * dim + d] = scratch.mixed[r * width + i];
+}
+
+// --- Many rows ------------------------------------------------------------------------------------------------------
+
+template <typename T>
+inline void load_keys_transposed(const Cache<T>& cache, const int64_t* rows, int count, float* keys) {
   const int64_t dim = cache.head_dim, whole = dim / 8 * 8;
   for (int first = 0; first < kTile; first += 8) {
-    const int count = std::max(0, std::min(8, tile.count - first));
+    const int present = std::max(0, std::min(8, count - first));
     for (int64_t d = 0; d < whole; d += 8) {
       f32x8 block[8];
-      for (int j = 0; j < 8; ++j)
-        block[j] = j < count ? load8(cache.keys + tile.rows[first + j] + d) : splat(0.0f);
+      for (int j = 0; j < 8; ++j) block[j] = j < present ? load8(cache.keys + rows[first + j] + d) : f32x8{};
       transpose8(block);
       for (int i = 0; i < 8; ++i) store8(keys + (d + i) * kTile + first, block[i]);
     }
     for (int64_t d = whole; d < dim; ++d)
       for (int j = 0; j < 8; ++j)
-        keys[d * kTile + first + j] = j < count ? to_float(cache.keys[tile.rows[first + j] + d]) : 0.0f;
+        keys[d * kTile + first + j] = j < present ? to_float(cache.keys[rows[first + j] + d]) : 0.0f;
   }
 }
 
 template <typename T>
-inline void load_values(const Cache<T>& cache, const TileRows<T>& tile, float* values) {
+inline void load_values(const Cache<T>& cache, const int64_t* rows, int count, float* values) {
   const int64_t dim = cache.head_dim;
-  for (int j = 0; j < tile.count; ++j) {
-    const T* row = cache.values + tile.rows[j];
+  for (int j = 0; j < count; ++j) {
+    const T* row = cache.values + rows[j];
     int64_t d = 0;
     for (; d + 8 <= dim; d += 8) store8(values + j * dim + d, load8(row + d));
     for (; d < dim; ++d) values[j * dim + d] = to_float(row[d]);
   }
 }
 
-// scores for many rows: Rows x 16 keys at a time in registers.
+// scores[r][j] = queries[r] . key j: Rows times two vectors of keys at a time in registers.
 template <int Rows>
 inline void score_tile(const float* queries, const float* keys, int64_t dim, float* scores, int count) {
-  for (int j = 0; j < count; j += 16) {
-    f32x8 low[Rows], high[Rows];
-    for (int r = 0; r < Rows; ++r) low[r] = high[r] = splat(0.0f);
+  for (int j = 0; j < count; j += 2 * kLanes) {
+    floats low[Rows] = {}, high[Rows] = {};
     for (int64_t d = 0; d < dim; ++d) {
-      f32x8 k0 = load8(keys + d * kTile + j), k1 = load8(keys + d * kTile + j + 8);
+      const floats k0 = load(keys + d * kTile + j), k1 = load(keys + d * kTile + j + kLanes);
       for (int r = 0; r < Rows; ++r) {
-        f32x8 q = splat(queries[r * dim + d]);
-        low[r] += q * k0;
-        high[r] += q * k1;
+        low[r] += queries[r * dim + d] * k0;
+        high[r] += queries[r * dim + d] * k1;
       }
     }
     for (int r = 0; r < Rows; ++r) {
-      store8(scores + r * kTile + j, low[r]);
-      store8(scores + r * kTile + j + 8, high[r]);
+      store(scores + r * kTile + j, low[r]);
+      store(scores + r * kTile + j + kLanes, high[r]);
     }
   }
 }
@@ -171,125 +298,89 @@ inline void score_many(const float* queries, const float* keys, int64_t dim, int
   for (; r < rows; ++r) score_tile<1>(queries + r * dim, keys, dim, scores + r * kTile, count);
 }
 
-// Turns a row's scores into weights relative to the highest score so far; returns the factor for what came before.
-// Columns outside [from, count) get weight 0; there may be none inside.
-inline float weigh(float* scores, int from, int count, float& peak, float& total) {
-  const float lowest = -std::numeric_limits<float>::infinity();
-  if (count <= from) {
-    std::fill(scores, scores + kTile, 0.0f);
-    return 1.0f;
-  }
-  for (int j = 0; j < from; ++j) scores[j] = lowest;
-  for (int j = count; j < kTile; ++j) scores[j] = lowest;
-  f32x8 high = load8(scores);
-  for (int j = 8; j < kTile; j += 8) high = max(high, load8(scores + j));
-  float new_peak = std::max(peak, max8(high));
-  if (new_peak == lowest) {
-    std::fill(scores, scores + kTile, 0.0f);
-    return 1.0f;
-  }
-  f32x8 sum = splat(0.0f), shift = splat(new_peak);
-  for (int j = 0; j < kTile; j += 8) {
-    f32x8 weight = exp8(load8(scores + j) - shift);
-    store8(scores + j, weight);
-    sum += weight;
-  }
-  float factor = peak == lowest ? 0.0f : std::exp(peak - new_peak);
-  total = total * factor + sum8(sum);
-  peak = new_peak;
-  return factor;
-}
-
-// out[r] = out[r] * factors[r] + sum over j of weights[r][j] * value j, for 8 * Chunks columns of Rows rows.
-template <int Rows, int Chunks, typename Row>
-inline void mix_columns(float* out, int64_t dim, const float* weights, const float* factors, int count, Row value) {
-  f32x8 sums[Rows][Chunks];
+// out[r] = out[r] * factors[r] + sum over j of weights[r][j] * value j, for kLanes * Chunks columns of Rows rows.
+template <int Rows, int Chunks>
+inline void mix_columns(float* out, int64_t dim, const float* weights, const float* factors, int count,
+                        const float* values) {
+  floats sums[Rows][Chunks];
   for (int r = 0; r < Rows; ++r)
-    for (int c = 0; c < Chunks; ++c) sums[r][c] = load8(out + r * dim + 8 * c) * factors[r];
-  for (int j = 0; j < count; ++j) {
-    const auto* row = value(j);
-    f32x8 weight[Rows];
-    for (int r = 0; r < Rows; ++r) weight[r] = splat(weights[r * kTile + j]);
+    for (int c = 0; c < Chunks; ++c) sums[r][c] = load(out + r * dim + kLanes * c) * factors[r];
+  for (int j = 0; j < count; ++j)
     for (int c = 0; c < Chunks; ++c) {
-      f32x8 columns = load8(row + 8 * c);
-      for (int r = 0; r < Rows; ++r) sums[r][c] += weight[r] * columns;
+      const floats columns = load(values + j * dim + kLanes * c);
+      for (int r = 0; r < Rows; ++r) sums[r][c] += weights[r * kTile + j] * columns;
     }
-  }
   for (int r = 0; r < Rows; ++r)
-    for (int c = 0; c < Chunks; ++c) store8(out + r * dim + 8 * c, sums[r][c]);
+    for (int c = 0; c < Chunks; ++c) store(out + r * dim + kLanes * c, sums[r][c]);
 }
 
-template <int Rows, typename Row>
-inline void mix(float* out, int64_t dim, const float* weights, const float* factors, int count, Row value) {
-  constexpr int kChunks = Rows <= 1 ? 8 : Rows <= 3 ? 4 : 2;  // What the registers hold.
+template <int Rows>
+inline void mix(float* out, int64_t dim, const float* weights, const float* factors, int count, const float* values) {
+  constexpr int kChunks = kLanes == 16 || Rows <= 3 ? 4 : 2;  // What the registers hold.
   int64_t d = 0;
-  for (; d + 8 * kChunks <= dim; d += 8 * kChunks)
-    mix_columns<Rows, kChunks>(out + d, dim, weights, factors, count, [&](int j) { return value(j) + d; });
-  for (; d + 8 <= dim; d += 8)
-    mix_columns<Rows, 1>(out + d, dim, weights, factors, count, [&](int j) { return value(j) + d; });
+  for (; d + kLanes * kChunks <= dim; d += kLanes * kChunks)
+    mix_columns<Rows, kChunks>(out + d, dim, weights, factors, count, values + d);
+  for (; d + kLanes <= dim; d += kLanes) mix_columns<Rows, 1>(out + d, dim, weights, factors, count, values + d);
   for (; d < dim; ++d)
     for (int r = 0; r < Rows; ++r) {
       float sum = out[r * dim + d] * factors[r];
-      for (int j = 0; j < count; ++j) sum += weights[r * kTile + j] * to_float(value(j)[d]);
+      for (int j = 0; j < count; ++j) sum += weights[r * kTile + j] * values[j * dim + d];
       out[r * dim + d] = sum;
     }
 }
 
-// Attends the rows to the positions [start, end) of one request and one key head.
-// Row r is at position `positions[r]` and sees (positions[r] - window, positions[r]].
+// Attends any number of rows up to kMaxRows to any number of keys.
 template <typename T>
-void attend(const Cache<T>& cache, const int32_t* table, int64_t head, int64_t start, int64_t end, int rows,
-            const int64_t* positions, int64_t window, Scratch& scratch, Partial& partial) {
+void attend_many(const Cache<T>& cache, const Pass& pass, const float* queries, Scratch& scratch, Partial partial) {
   const int64_t dim = cache.head_dim;
-  const bool many = rows > 8;
   scratch.scores.resize(kMaxRows * kTile);
-  if (many) {
-    scratch.keys.resize(dim * kTile);
-    scratch.values.resize(kTile * dim);
-  }
-  TileRows<T> tile, next;
-  tile.find(cache, table, head, start, std::min(start + kTile, end));
-  for (int64_t first = start; first < end; first += kTile, tile = next) {
-    // Blocks lie anywhere: few rows ask for each key of the next tile while they use one of this.
-    next.find(cache, table, head, first + kTile, std::max(first + kTile, std::min(first + 2 * kTile, end)));
-    float* scores = scratch.scores.data();
-    if (many) {
-      load_keys_transposed(cache, tile, scratch.keys.data());
-      score_many(scratch.queries.data(), scratch.keys.data(), dim, rows, scores, tile.count);
-      load_values(cache, tile, scratch.values.data());
-    } else {
-      by_rows(rows, [&](auto n, int r) {
-        score_rows<n>(cache, tile, next, scratch.queries.data() + r * dim, scores + r * kTile);
-      });
-    }
+  scratch.keys.resize(dim * kTile);
+  scratch.values.resize(kTile * dim);
+  float* scores = scratch.scores.data();
+  for (int64_t first = pass.start; first < pass.end; first += kTile) {
+    const int count = int(std::min<int64_t>(kTile, pass.end - first));
+    find_rows(cache, pass, first, first + count, scratch.rows);
+    load_keys_transposed(cache, scratch.rows.data(), count, scratch.keys.data());
+    load_values(cache, scratch.rows.data(), count, scratch.values.data());
+    score_many(queries, scratch.keys.data(), dim, pass.rows, scores, count);
     float factors[kMaxRows];
-    for (int r = 0; r < rows; ++r) {
-      const int64_t seen_from = std::max<int64_t>(0, positions[r] - window + 1 - first);
-      const int64_t seen_to = std::min<int64_t>(tile.count, positions[r] + 1 - first);
-      factors[r] = weigh(scores + r * kTile, int(seen_from), int(seen_to), partial.peak[r], partial.total[r]);
-    }
-    by_rows(rows, [&](auto n, int r) {
-      float* out = partial.out.data() + r * dim;
-      const float* weights = scores + r * kTile;
-      if (many)
-        mix<n>(out, dim, weights, factors + r, tile.count, [&](int j) { return scratch.values.data() + j * dim; });
-      else
-        mix<n>(out, dim, weights, factors + r, tile.count, [&](int j) { return cache.values + tile.rows[j]; });
+    for (int r = 0; r < pass.rows; ++r)
+      factors[r] = weigh(scores + r * kTile, pass.seen_from(r, first), pass.seen_to(r, first, count), kTile,
+                         partial.peak[r], partial.total[r]);
+    by_rows(pass.rows, [&](auto n, int r) {
+      mix<n>(partial.out + r * dim, dim, scores + r * kTile, factors + r, count, scratch.values.data());
     });
   }
 }
 
-// Joins what `count` passes over parts of the context found for row `r`.
-inline void merge(const Partial* parts, int64_t count, int64_t r, int64_t dim, float* out) {
-  float peak = parts[0].peak[r];
-  for (int64_t i = 1; i < count; ++i) peak = std::max(peak, parts[i].peak[r]);
+// `queries` is [heads * rows, head_dim], scaled; more than one head only with few rows. Fills `partial`.
+template <typename T>
+void attend(const Cache<T>& cache, const Pass& pass, const float* queries, Scratch& scratch, Partial partial) {
+  const int64_t rows = pass.num_heads * pass.rows;
+  std::fill(partial.out, partial.out + rows * cache.head_dim, 0.0f);
+  std::fill(partial.peak, partial.peak + rows, kLowest);
+  std::fill(partial.total, partial.total + rows, 0.0f);
+  if (pass.rows > kFewRows)
+    attend_many(cache, pass, queries, scratch, partial);
+  else if (cache.head_dim == 64)  // The compiler makes better code for a known number.
+    attend_few(cache, std::integral_constant<int64_t, 64>{}, pass, queries, scratch, partial);
+  else
+    attend_few(cache, cache.head_dim, pass, queries, scratch, partial);
+}
+
+// Joins what passes over `count` parts of the context found for one row: part i has its row `stride` rows after part
+// i - 1.
+inline void merge(Partial first, int64_t count, int64_t stride, int64_t dim, float* out) {
+  float peak = *first.peak;
+  for (int64_t i = 1; i < count; ++i) peak = std::max(peak, first.peak[i * stride]);
   float total = 0.0f;
-  for (int64_t d = 0; d < dim; ++d) out[d] = 0.0f;
+  std::fill(out, out + dim, 0.0f);
   for (int64_t i = 0; i < count; ++i) {
-    if (parts[i].total[r] == 0.0f) continue;
-    const float factor = std::exp(parts[i].peak[r] - peak);
-    total += factor * parts[i].total[r];
-    for (int64_t d = 0; d < dim; ++d) out[d] += factor * parts[i].out[r * dim + d];
+    if (first.total[i * stride] == 0.0f) continue;
+    const float factor = std::exp(first.peak[i * stride] - peak);
+    const float* part = first.out + i * stride * dim;
+    total += factor * first.total[i * stride];
+    for (int64_t d = 0; d < dim; ++d) out[d] += factor * part[d];
   }
   for (int64_t d = 0; d < dim; ++d) out[d] /= total;
 }

@@ -9,27 +9,25 @@
 
 namespace servekit {
 
-typedef uint32_t u32x8 __attribute__((vector_size(32)));
-
-inline u32x8 mix(u32x8 x) {
+inline uints mix(uints x) {
   x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
   x = (x ^ (x >> 13)) * 0xC2B2AE35u;
   return x ^ (x >> 16);
 }
 
 // Natural logarithm of positive normal numbers, absolute error below 1e-6 (Cephes' polynomial).
-inline f32x8 log8(f32x8 x) {
-  i32x8 bits;
-  std::memcpy(&bits, &x, 32);
-  i32x8 exponent = (bits >> 23) - 126;
+inline floats logarithm(floats x) {
+  ints bits;
+  std::memcpy(&bits, &x, sizeof(x));
+  ints exponent = (bits >> 23) - 126;
   bits = (bits & 0x007fffff) | 0x3f000000;
-  f32x8 m;
-  std::memcpy(&m, &bits, 32);
-  i32x8 is_small = m < 0.707106781186547524f;
-  f32x8 e = __builtin_convertvector(is_small ? exponent - 1 : exponent, f32x8);
+  floats m;
+  std::memcpy(&m, &bits, sizeof(m));
+  ints is_small = m < 0.707106781186547524f;
+  floats e = __builtin_convertvector(is_small ? exponent - 1 : exponent, floats);
   m = is_small ? m + m - 1.0f : m - 1.0f;
-  f32x8 z = m * m;
-  f32x8 y = m * 7.0376836292e-2f - 1.1514610310e-1f;
+  floats z = m * m;
+  floats y = m * 7.0376836292e-2f - 1.1514610310e-1f;
   y = y * m + 1.1676998740e-1f;
   y = y * m - 1.2420140846e-1f;
   y = y * m + 1.4249322787e-1f;
@@ -48,30 +46,31 @@ inline int64_t draw_row(const float* logits, int64_t vocab, double temperature, 
   for (int64_t i = 0; i < vocab; ++i) peak = logits[i] > peak ? logits[i] : peak;
   // In float, a temperature that small would divide by zero; the peak alone is meant.
   const float inverse = float(std::fmin(1.0 / temperature, 1e30));
-  const u32x8 steps = {0, 1, 2, 3, 4, 5, 6, 7};
-  f32x8 best = splat(-std::numeric_limits<float>::infinity());
-  i32x8 where = {};
+  uints steps;
+  for (int lane = 0; lane < kLanes; ++lane) steps[lane] = lane;
+  floats best = splat(-std::numeric_limits<float>::infinity());
+  ints where = {};
   float best_value = -std::numeric_limits<float>::infinity();
   int64_t best_index = 0;
   auto noise = [&](uint32_t id) {
-    u32x8 hashed = mix(mix(steps + (id + first_key)) ^ second_key);
-    f32x8 uniform = (__builtin_convertvector((i32x8)(hashed >> 9), f32x8) + 0.5f) * 0x1p-23f;
-    return -log8(-log8(uniform));
+    uints hashed = mix(mix(steps + (id + first_key)) ^ second_key);
+    floats uniform = (__builtin_convertvector((ints)(hashed >> 9), floats) + 0.5f) * 0x1p-23f;
+    return -logarithm(-logarithm(uniform));
   };
   int64_t i = 0;
-  for (; i + 8 <= vocab; i += 8) {
-    f32x8 value = (load8(logits + i) - peak) * inverse + noise(uint32_t(i));
-    i32x8 is_better = value > best;
+  for (; i + kLanes <= vocab; i += kLanes) {
+    floats value = (load(logits + i) - peak) * inverse + noise(uint32_t(i));
+    ints is_better = value > best;
     best = is_better ? value : best;
-    where = is_better ? (i32x8)(steps + uint32_t(i)) : where;
+    where = is_better ? (ints)(steps + uint32_t(i)) : where;
   }
-  for (int lane = 0; lane < 8; ++lane)
+  for (int lane = 0; lane < kLanes; ++lane)
     if (best[lane] > best_value || (best[lane] == best_value && where[lane] < best_index)) {
       best_value = best[lane];
       best_index = where[lane];
     }
   if (i < vocab) {
-    f32x8 rest = noise(uint32_t(i));
+    floats rest = noise(uint32_t(i));
     for (int lane = 0; i + lane < vocab; ++lane) {
       float value = (logits[i + lane] - peak) * inverse + rest[lane];
       if (value > best_value) {
@@ -85,14 +84,14 @@ inline int64_t draw_row(const float* logits, int64_t vocab, double temperature, 
 
 // The largest number of a row and where it is, the first of equals. A NaN anywhere makes the largest a NaN.
 inline void largest(const float* row, int64_t count, float* value, int64_t* index) {
-  f32x8 best = splat(-std::numeric_limits<float>::infinity()), sum = splat(0.0f);
+  floats best = splat(-std::numeric_limits<float>::infinity()), sum = splat(0.0f);
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    f32x8 v = load8(row + i);
+  for (; i + kLanes <= count; i += kLanes) {
+    floats v = load(row + i);
     best = max(best, v);
     sum += v * 0.0f;  // NaN and infinity leave a NaN here.
   }
-  float peak = max8(best), spoilt = sum8(sum);
+  float peak = largest_of(best), spoilt = sum_of(sum);
   for (; i < count; ++i) {
     peak = row[i] > peak ? row[i] : peak;
     spoilt += row[i] * 0.0f;

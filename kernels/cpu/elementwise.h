@@ -10,28 +10,35 @@ namespace servekit {
 
 // x / sqrt(mean(x^2) + eps) * gain.
 inline void normalize(const float* x, const float* gain, int64_t width, float eps, float* out) {
-  f32x8 squares = splat(0.0f);
+  floats squares = splat(0.0f);
   int64_t i = 0;
-  for (; i + 8 <= width; i += 8) {
-    f32x8 v = load8(x + i);
+  for (; i + kLanes <= width; i += kLanes) {
+    floats v = load(x + i);
     squares += v * v;
   }
-  float total = sum8(squares);
+  float total = sum_of(squares);
   for (; i < width; ++i) total += x[i] * x[i];
   const float factor = 1.0f / std::sqrt(total / float(width) + eps);
-  for (i = 0; i + 8 <= width; i += 8) store8(out + i, load8(x + i) * factor * load8(gain + i));
+  for (i = 0; i + kLanes <= width; i += kLanes) store(out + i, load(x + i) * factor * load(gain + i));
   for (; i < width; ++i) out[i] = x[i] * factor * gain[i];
+}
+
+// The sum x + residual, which may replace `residual`, and its normalisation.
+inline void add_normalize(const float* x, const float* residual, const float* gain, int64_t width, float eps,
+                          float* sum, float* out) {
+  for (int64_t i = 0; i < width; ++i) sum[i] = x[i] + residual[i];
+  normalize(sum, gain, width, eps, out);
 }
 
 // silu(gate) * up. For a large negative gate e^gate is 0 and so is the result.
 inline void gate(const float* gates, const float* ups, int64_t width, float* out) {
   int64_t i = 0;
-  for (; i + 8 <= width; i += 8) {
-    f32x8 x = load8(gates + i);
+  for (; i + kLanes <= width; i += kLanes) {
+    floats x = load(gates + i);
     // The exponential is asked for -|x|, where it cannot overflow.
-    f32x8 e = exp8(x < 0.0f ? x : -x);
-    f32x8 sigmoid = (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
-    store8(out + i, x * sigmoid * load8(ups + i));
+    floats e = exponential(x < 0.0f ? x : -x);
+    floats sigmoid = (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
+    store(out + i, x * sigmoid * load(ups + i));
   }
   for (; i < width; ++i) out[i] = gates[i] / (1.0f + std::exp(-gates[i])) * ups[i];
 }

@@ -5,165 +5,166 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <vector>
 
 #include "attention.h"
 #include "draw.h"
 #include "elementwise.h"
+#include "layer.h"
 #include "pool.h"
-#include "quantized.h"
 
 namespace servekit {
 namespace {
 
 using at::Tensor;
 
-constexpr int64_t kSplit = 512;       // Positions of a context that one task of paged_attention reads.
-constexpr int64_t kBlockOfRows = 64;  // Rows whose activations stay in the second cache.
-
 bool is_floats(const Tensor& x) { return x.scalar_type() == at::kFloat && x.is_contiguous(); }
+
+// Calls f with the cache in its number format.
+template <typename F>
+void with_cache(const Tensor& keys, const Tensor& values, F f) {
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "cache: layout");
+  if (keys.scalar_type() == at::kFloat)
+    f(Cache<float>{keys.const_data_ptr<float>(), values.const_data_ptr<float>(), keys.size(1), keys.size(2),
+                   keys.size(3)});
+  else if (keys.scalar_type() == at::kBFloat16)
+    f(Cache<bf16>{static_cast<const bf16*>(keys.const_data_ptr()), static_cast<const bf16*>(values.const_data_ptr()),
+                  keys.size(1), keys.size(2), keys.size(3)});
+  else
+    TORCH_CHECK(false, "the cache must be float32 or bfloat16");
+}
 
 // --- Attention ------------------------------------------------------------------------------------------------------
 
-// A pass over one part of one request's context for some of its queries and one key head.
+// A pass over one part of one request's context for some of its queries and key heads.
 struct Task {
-  int64_t request, head, first_query, num_queries, start, end, part, num_parts, slot;
+  int64_t request, first_head, num_heads, first_query, num_queries, start, end, part, num_parts, row;
 };
 
 struct Batch {
   const int32_t *query_start, *context_lens, *tables;
   int64_t num_requests, max_blocks;
+
+  int64_t queries(int64_t request) const { return query_start[request + 1] - query_start[request]; }
 };
 
-std::vector<Task> plan_tasks(const Batch& batch, int64_t num_kv_heads, int64_t heads_per_kv, int64_t window) {
-  std::vector<Task> tasks;
+struct Tasks {
+  std::vector<Task> all;  // Parts of one context follow each other.
+  int64_t num_rows = 0;
+  bool have_parts = false;
+};
+
+// Rows of several heads that one task computes where there are tasks enough for all threads.
+constexpr int64_t kRowsOfHeads = 16;
+
+Tasks plan_tasks(const Batch& batch, int64_t num_kv_heads, int64_t heads_per_kv, int64_t window) {
+  Tasks tasks;
   const int64_t most_queries = std::max<int64_t>(1, kMaxRows / heads_per_kv);
-  int64_t slot = 0;
+  const bool are_many = batch.num_requests >= 4 * pool()->num_threads();
   for (int64_t request = 0; request < batch.num_requests; ++request) {
-    const int64_t queries = batch.query_start[request + 1] - batch.query_start[request];
-    const int64_t context = batch.context_lens[request];
+    const int64_t queries = batch.queries(request), context = batch.context_lens[request];
     for (int64_t first = 0; first < queries; first += most_queries) {
-      const int64_t count = std::min(most_queries, queries - first);
+      const int64_t count = std::min(most_queries, queries - first), rows = count * heads_per_kv;
+      const int64_t most_heads = are_many && rows <= kFewRows ? kRowsOfHeads / rows : 1;
       const int64_t end = context - queries + first + count;
-      const int64_t begin = std::max<int64_t>(0, end - count - window + 1) / kSplit * kSplit;
-      const int64_t parts = (end - begin + kSplit - 1) / kSplit;
-      for (int64_t head = 0; head < num_kv_heads; ++head, ++slot)
-        for (int64_t part = 0; part < parts; ++part)
-          tasks.push_back({request, head, first, count, begin + part * kSplit,
-                           std::min(end, begin + (part + 1) * kSplit), part, parts, slot});
+      const int64_t seen_from = std::max<int64_t>(0, end - count - window + 1), begin = seen_from / kPart * kPart;
+      const int64_t parts = (end - begin + kPart - 1) / kPart;
+      tasks.have_parts |= parts > 1;
+      for (int64_t head = 0; head < num_kv_heads; head += most_heads)
+        for (int64_t part = 0; part < parts; ++part) {
+          const int64_t heads = std::min(most_heads, num_kv_heads - head), start = begin + part * kPart;
+          tasks.all.push_back({request, head, heads, first, count, std::max(seen_from, start),
+                               std::min(end, start + kPart), part, parts, tasks.num_rows});
+          tasks.num_rows += heads * rows;
+        }
     }
   }
   return tasks;
 }
 
 template <typename T>
-void run_tasks(const std::vector<Task>& tasks, const Batch& batch, const Cache<T>& cache, const float* q, float* out,
+void run_tasks(const Tasks& tasks, const Batch& batch, const Cache<T>& cache, const float* q, float* out,
                int64_t num_heads, double scale, int64_t window) {
   const int64_t dim = cache.head_dim, group = num_heads / cache.num_kv_heads;
-  // Parts of one context are neighbours in `tasks`: those that share a slot are merged after all have run.
-  std::vector<Partial> partials(tasks.size());
-  parallel_for(int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+  const auto memory = std::make_unique_for_overwrite<float[]>(tasks.num_rows * (dim + 2));
+  auto partial = [&](const Task& task) {
+    float* totals = memory.get() + tasks.num_rows * dim;
+    return Partial{memory.get() + task.row * dim, totals + tasks.num_rows + task.row, totals + task.row};
+  };
+  auto offset = [&](const Task& task, int64_t row) {
+    const int64_t rows = task.num_queries * group, head = task.first_head + row / rows;
+    const int64_t token = batch.query_start[task.request] + task.first_query + row % rows / group;
+    return (token * num_heads + head * group + row % group) * dim;
+  };
+  auto finish = [&](const Task& task) {
+    const int64_t rows = task.num_heads * task.num_queries * group;
+    const Partial first = partial(task);
+    for (int64_t r = 0; r < rows; ++r)
+      merge({first.out + r * dim, first.peak + r, first.total + r}, task.num_parts, rows, dim, out + offset(task, r));
+  };
+  parallel_for(int64_t(tasks.all.size()), 1, [&](int64_t begin, int64_t end) {
     Scratch scratch;
-    std::vector<int64_t> positions(kMaxRows);
+    std::vector<float> queries(kMaxRows * dim);
+    int64_t positions[kMaxRows];
     for (int64_t index = begin; index < end; ++index) {
-      const Task& task = tasks[index];
-      const int64_t rows = task.num_queries * group, first_token = batch.query_start[task.request] + task.first_query;
-      const int64_t queries = batch.query_start[task.request + 1] - batch.query_start[task.request];
-      scratch.queries.resize(std::max<int64_t>(rows, 1) * dim);
-      for (int64_t r = 0; r < rows; ++r) {
-        const float* query = q + ((first_token + r / group) * num_heads + task.head * group + r % group) * dim;
-        for (int64_t d = 0; d < dim; ++d) scratch.queries[r * dim + d] = query[d] * float(scale);
-        positions[r] = batch.context_lens[task.request] - queries + task.first_query + r / group;
+      const Task& task = tasks.all[index];
+      const int rows = int(task.num_queries * group);
+      const int64_t first_position =
+          batch.context_lens[task.request] - batch.queries(task.request) + task.first_query;
+      for (int r = 0; r < rows; ++r) positions[r] = first_position + r / group;
+      for (int64_t r = 0; r < task.num_heads * rows; ++r) {
+        const float* query = q + offset(task, r);
+        for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = query[d] * float(scale);
       }
-      partials[index].reset(int(rows), dim);
-      attend(cache, batch.tables + task.request * batch.max_blocks, task.head, task.start, task.end, int(rows),
-             positions.data(), window, scratch, partials[index]);
+      const int32_t* table = batch.tables + task.request * batch.max_blocks;
+      attend(cache, {table, task.first_head, task.num_heads, task.start, task.end, window, positions, rows},
+             queries.data(), scratch, partial(task));
+      if (task.num_parts == 1) finish(task);
     }
   });
-  parallel_for(int64_t(tasks.size()), 16, [&](int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; ++index) {
-      const Task& task = tasks[index];
-      if (task.part != 0) continue;
-      const int64_t first_token = batch.query_start[task.request] + task.first_query;
-      for (int64_t r = 0; r < task.num_queries * group; ++r) {
-        float* target = out + ((first_token + r / group) * num_heads + task.head * group + r % group) * dim;
-        merge(&partials[index], task.num_parts, r, dim, target);
-      }
-    }
+  if (!tasks.have_parts) return;
+  parallel_for(int64_t(tasks.all.size()), 16, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index)
+      if (tasks.all[index].part == 0 && tasks.all[index].num_parts > 1) finish(tasks.all[index]);
   });
 }
 
 Tensor paged_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& query_start,
                        const Tensor& context_lens, const Tensor& tables, double scale, int64_t window) {
-  TORCH_CHECK(is_floats(q) && keys.is_contiguous() && values.is_contiguous(), "paged_attention: layout");
+  TORCH_CHECK(is_floats(q), "paged_attention: layout");
   TORCH_CHECK(q.size(1) / keys.size(1) <= kMaxRows, "paged_attention: too many query heads share a key head");
   Tensor out = at::empty_like(q);
   const Batch batch{query_start.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
                     tables.const_data_ptr<int32_t>(), context_lens.size(0), tables.size(1)};
   const auto tasks = plan_tasks(batch, keys.size(1), q.size(1) / keys.size(1), window);
-  auto run = [&](auto* key_data, auto* value_data) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(key_data)>>;
-    const Cache<T> cache{key_data, value_data, keys.size(1), keys.size(2), keys.size(3)};
+  with_cache(keys, values, [&](const auto& cache) {
     run_tasks(tasks, batch, cache, q.const_data_ptr<float>(), out.mutable_data_ptr<float>(), q.size(1), scale, window);
-  };
-  if (keys.scalar_type() == at::kFloat)
-    run(keys.const_data_ptr<float>(), values.const_data_ptr<float>());
-  else if (keys.scalar_type() == at::kBFloat16)
-    run(static_cast<const bf16*>(keys.const_data_ptr()), static_cast<const bf16*>(values.const_data_ptr()));
-  else
-    TORCH_CHECK(false, "paged_attention: the cache must be float32 or bfloat16");
+  });
   return out;
 }
 
 // --- Rotation and cache ---------------------------------------------------------------------------------------------
-
-template <typename T>
-void rope_rows(const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v, int64_t v_stride,
-               const float* cos_sin, const int64_t* positions, const int64_t* slots, int64_t num_tokens,
-               int64_t num_heads, const Cache<T>& cache, float* q_out) {
-  const int64_t dim = cache.head_dim;
-  T *keys = const_cast<T*>(cache.keys), *values = const_cast<T*>(cache.values);
-  parallel_for(num_tokens, 32, [&](int64_t begin, int64_t end) {
-    std::vector<float> rotated(dim);
-    for (int64_t t = begin; t < end; ++t) {
-      const float* angles = cos_sin + positions[t] * dim;
-      for (int64_t h = 0; h < num_heads; ++h)
-        rotate(q + t * q_stride + h * dim, angles, dim, q_out + (t * num_heads + h) * dim);
-      const int64_t block = slots[t] / cache.block_size, offset = slots[t] % cache.block_size;
-      for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
-        const int64_t row = cache.row(block, h, offset);
-        rotate(k + t * k_stride + h * dim, angles, dim, rotated.data());
-        for (int64_t d = 0; d < dim; ++d) store_as(rotated[d], keys + row + d);
-        for (int64_t d = 0; d < dim; ++d) store_as(v[t * v_stride + h * dim + d], values + row + d);
-      }
-    }
-  });
-}
 
 // A [T, heads, head_dim] view whose heads lie next to one another; the tokens may be further apart.
 bool is_rows(const Tensor& x) {
   return x.scalar_type() == at::kFloat && x.stride(2) == 1 && x.stride(1) == x.size(2);
 }
 
+Places places_of(const Tensor& cos_sin, const Tensor& positions, const Tensor& slots) {
+  TORCH_CHECK(is_floats(cos_sin) && positions.is_contiguous() && slots.is_contiguous(), "places: layout");
+  return {cos_sin.const_data_ptr<float>(), positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>()};
+}
+
 Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos_sin,
                       const Tensor& positions, const Tensor& keys, const Tensor& values, const Tensor& slots) {
-  TORCH_CHECK(is_rows(q) && is_rows(k) && is_rows(v) && is_floats(cos_sin), "rope_and_cache: layout");
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "rope_and_cache: layout");
+  TORCH_CHECK(is_rows(q) && is_rows(k) && is_rows(v), "rope_and_cache: layout");
   Tensor out = at::empty(q.sizes(), q.options());
-  auto run = [&](auto* key_data, auto* value_data) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(key_data)>>;
-    const Cache<T> cache{key_data, value_data, keys.size(1), keys.size(2), keys.size(3)};
-    rope_rows(q.const_data_ptr<float>(), q.stride(0), k.const_data_ptr<float>(), k.stride(0),
-              v.const_data_ptr<float>(), v.stride(0), cos_sin.const_data_ptr<float>(),
-              positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), q.size(0), q.size(1), cache,
-              out.mutable_data_ptr<float>());
-  };
-  if (keys.scalar_type() == at::kFloat)
-    run(keys.const_data_ptr<float>(), values.const_data_ptr<float>());
-  else if (keys.scalar_type() == at::kBFloat16)
-    run(static_cast<const bf16*>(keys.const_data_ptr()), static_cast<const bf16*>(values.const_data_ptr()));
-  else
-    TORCH_CHECK(false, "rope_and_cache: the cache must be float32 or bfloat16");
+  auto heads = [](const Tensor& x) { return Heads{x.const_data_ptr<float>(), x.stride(0)}; };
+  with_cache(keys, values, [&](const auto& cache) {
+    rope_rows(AllThreads{}, heads(q), heads(k), heads(v), places_of(cos_sin, positions, slots), q.size(0), q.size(1),
+              cache, out.mutable_data_ptr<float>());
+  });
   return out;
 }
 
@@ -189,10 +190,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   const float* gain = weight.const_data_ptr<float>();
   float *target = out.mutable_data_ptr<float>(), *sum = total.mutable_data_ptr<float>();
   parallel_for(count, std::max<int64_t>(1, 16384 / width), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      for (int64_t j = 0; j < width; ++j) sum[i * width + j] = a[i * width + j] + b[i * width + j];
-      normalize(sum + i * width, gain, width, float(eps), target + i * width);
-    }
+    for (int64_t i = begin; i < end; ++i)
+      add_normalize(a + i * width, b + i * width, gain, width, float(eps), sum + i * width, target + i * width);
   });
   return {out, total};
 }
@@ -214,116 +213,57 @@ Tensor silu_and_mul(const Tensor& gate_up) {
 
 // --- Quantised products ---------------------------------------------------------------------------------------------
 
-// Runs `product(row, rows_at_once, tile, tiles_at_once)` over all rows and tiles: each thread has its own tiles, and
-// walks through the rows in blocks whose activations stay in its cache.
-template <typename Product>
-void over_rows_and_tiles(int64_t rows, int64_t tiles, Product product) {
-  parallel_for((tiles + 1) / 2, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = 0; block < rows; block += kBlockOfRows) {
-      const int64_t block_end = std::min(rows, block + kBlockOfRows);
-      for (int64_t tile = 2 * begin; tile < std::min(2 * end, tiles); tile += 2) product(block, block_end, tile);
-    }
-  });
-}
-
-// The products write whole tiles: an output of `n` columns is made in a wider one, of which the rest is dropped.
-Tensor empty_tiles(const Tensor& x, int64_t tiles) {
-  auto sizes = x.sizes().vec();
-  sizes.back() = tiles * kChannels;
-  return at::empty(sizes, x.options());
-}
-
-Tensor first_columns(const Tensor& out, int64_t n) {
-  return out.size(-1) == n ? out : out.narrow(-1, 0, n).contiguous();
-}
-
-template <typename F>
-void over_rows(int64_t rows, F f) {
-  parallel_for(rows, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i);
-  });
-}
-
-Tensor linear_int4(const Tensor& x, const Tensor& packed, int64_t n) {
-  const Tensor input = x.contiguous();
-  TORCH_CHECK(is_floats(input) && packed.is_contiguous(), "linear_int4: layout");
-  const int64_t k = x.size(-1), rows = x.numel() / k, groups = k / kGroup, tiles = packed.size(0);
-  Tensor out = empty_tiles(x, tiles);
-  const int64_t stride = tiles * kChannels;
-  std::vector<int8_t> q(rows * k);
-  std::vector<float> scale(rows * groups), sum(rows * groups);
-  const float* source = input.const_data_ptr<float>();
-  over_rows(rows, [&](int64_t i) {
-    quantize_groups(source + i * k, k, q.data() + i * k, scale.data() + i * groups, sum.data() + i * groups);
-  });
-  const Rows4 activations{q.data(), scale.data(), sum.data(), k};
-  const auto* weights = static_cast<const Group4*>(packed.const_data_ptr());
-  float* y = out.mutable_data_ptr<float>();
-  over_rows_and_tiles(rows, tiles, [&](int64_t row, int64_t end, int64_t tile) {
-    const Group4* own = weights + tile * groups;
-    float* target = y + tile * kChannels;
-    if (tile + 2 <= tiles) {
-      two_tiles4(activations, row, end, own, groups, target, stride);
-    } else {
-      for (; row < end; ++row) product4<1, 1>(activations, row, own, groups, target, stride);
-    }
-  });
-  return first_columns(out, n);
-}
-
-Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, int64_t n) {
-  const Tensor input = x.contiguous();
-  TORCH_CHECK(is_floats(input) && packed.is_contiguous() && is_floats(scales), "linear_int8: layout");
-  const int64_t k = x.size(-1), rows = x.numel() / k, tiles = packed.size(0), group = k / scales.size(1);
-  Tensor out = empty_tiles(x, tiles);
-  const int64_t stride = tiles * kChannels;
-  std::vector<int16_t> q(rows * k);
-  std::vector<float> scale(rows);
-  const float* source = input.const_data_ptr<float>();
-  const float most = std::floor(std::min(8191.0, 2147483647.0 / (127.0 * double(group))));
-  over_rows(rows, [&](int64_t i) { quantize_row(source + i * k, k, most, q.data() + i * k, scale.data() + i); });
-  const Rows8 activations{q.data(), scale.data(), k};
-  const auto* weights = packed.const_data_ptr<int8_t>();
-  const float* weight_scales = scales.const_data_ptr<float>();
-  float* y = out.mutable_data_ptr<float>();
-  over_rows_and_tiles(rows, tiles, [&](int64_t row, int64_t end, int64_t tile) {
-    const int8_t* own = weights + tile * k * kChannels;
-    const float* own_scales = weight_scales + tile * (k / group) * kChannels;
-    float* target = y + tile * kChannels;
-    if (tile + 2 <= tiles) {
-      two_tiles8(activations, row, end, own, own_scales, group, target, stride);
-    } else {
-      for (; row < end; ++row) product8<1, 1>(activations, row, own, own_scales, group, target, stride);
-    }
-  });
-  return first_columns(out, n);
-}
-
 // Eight bits with their scales apart, or four bits with their scales among them.
+Matrix matrix_of(const Tensor& packed, const Tensor& scales) {
+  TORCH_CHECK(packed.is_contiguous() && is_floats(scales), "matrix: layout");
+  const int64_t tiles = packed.size(0);
+  if (scales.numel() == 0)
+    return Matrix4{static_cast<const Group4*>(packed.const_data_ptr()), tiles, packed.size(1) * kGroup};
+  const int64_t k = packed.size(1) / kChannels;
+  return Matrix8{packed.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), tiles, k, k / scales.size(1)};
+}
+
 Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& scales, int64_t n) {
-  return scales.numel() == 0 ? linear_int4(x, packed, n) : linear_int8(x, packed, scales, n);
+  const Matrix matrix = matrix_of(packed, scales);
+  const Tensor input = x.contiguous();
+  TORCH_CHECK(is_floats(input), "linear: layout");
+  auto sizes = x.sizes().vec();
+  sizes.back() = stride(matrix);
+  const Tensor out = at::empty(sizes, x.options());
+  product(AllThreads{}, matrix, input.const_data_ptr<float>(), x.numel() / x.size(-1), out.mutable_data_ptr<float>());
+  return stride(matrix) == n ? out : out.narrow(-1, 0, n).contiguous();
 }
 
 // --- A whole layer --------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor> layer(const Tensor& normed, const Tensor& residual, at::TensorList matrices,
-                                 at::IntArrayRef rows, const Tensor& mlp_norm, const Tensor& next_norm,
-                                 const Tensor& cos_sin, const Tensor& positions, const Tensor& slots,
-                                 const Tensor& query_start, const Tensor& context_lens, const Tensor& tables,
-                                 const Tensor& keys, const Tensor& values, int64_t num_heads, double scale,
+                                 const Tensor& mlp_norm, const Tensor& next_norm, const Tensor& cos_sin,
+                                 const Tensor& positions, const Tensor& slots, const Tensor& query_start,
+                                 const Tensor& context_lens, const Tensor& tables, const Tensor& keys,
+                                 const Tensor& values, int64_t num_heads, int64_t intermediate, double scale,
                                  int64_t window, double eps) {
-  auto product = [&](const Tensor& x, int index) {
-    return linear(x, matrices[2 * index], matrices[2 * index + 1], rows[index]);
-  };
-  const int64_t num_kv_heads = keys.size(1), dim = keys.size(3);
-  const Tensor heads = product(normed, 0).view({normed.size(0), num_heads + 2 * num_kv_heads, dim});
-  const Tensor q = rope_and_cache(heads.narrow(1, 0, num_heads), heads.narrow(1, num_heads, num_kv_heads),
-                                  heads.narrow(1, num_heads + num_kv_heads, num_kv_heads), cos_sin, positions, keys,
-                                  values, slots);
+  TORCH_CHECK(is_floats(normed) && is_floats(residual), "layer: layout");
+  auto matrix = [&](int index) { return matrix_of(matrices[2 * index], matrices[2 * index + 1]); };
+  const int64_t rows = normed.size(0), hidden = normed.size(1), width = num_heads * keys.size(3);
+  const Layer own{matrix(0), matrix(1), matrix(2), matrix(3), mlp_norm.const_data_ptr<float>(),
+                  next_norm.const_data_ptr<float>(), hidden, intermediate, num_heads, float(eps)};
+  const Places places = places_of(cos_sin, positions, slots);
+  const Tensor q = at::empty({rows, num_heads, keys.size(3)}, normed.options());
+  with_cache(keys, values, [&](const auto& cache) {
+    over_blocks_of_rows(rows, [&](auto threads, int64_t first, int64_t count) {
+      before_attention(threads, own, normed.const_data_ptr<float>() + first * hidden, count, places.from(first), cache,
+                       q.mutable_data_ptr<float>() + first * width);
+    });
+  });
   const Tensor attended = paged_attention(q, keys, values, query_start, context_lens, tables, scale, window);
-  const Tensor o = product(attended.view({normed.size(0), num_heads * dim}), 1);
-  const auto [mlp_input, middle] = add_rms_norm(o, residual, mlp_norm, eps);
-  return add_rms_norm(product(silu_and_mul(product(mlp_input, 2)), 3), middle, next_norm, eps);
+  const Tensor next_normed = at::empty_like(normed), next_residual = at::empty_like(residual);
+  over_blocks_of_rows(rows, [&](auto threads, int64_t first, int64_t count) {
+    after_attention(threads, own, attended.const_data_ptr<float>() + first * width,
+                    residual.const_data_ptr<float>() + first * hidden, count,
+                    next_normed.mutable_data_ptr<float>() + first * hidden,
+                    next_residual.mutable_data_ptr<float>() + first * hidden);
+  });
+  return {next_normed, next_residual};
 }
 
 // --- Sampling -------------------------------------------------------------------------------------------------------
@@ -382,8 +322,9 @@ TORCH_LIBRARY(servekit_cpu, m) {
   m.def("draw(Tensor logits, Tensor temperatures, Tensor keys) -> Tensor", &servekit::draw);
   m.def("linear(Tensor x, Tensor packed, Tensor scales, int n) -> Tensor", &servekit::linear);
   m.def(
-      "layer(Tensor normed, Tensor residual, Tensor[] matrices, int[] rows, Tensor mlp_norm, Tensor next_norm, "
+      "layer(Tensor normed, Tensor residual, Tensor[] matrices, Tensor mlp_norm, Tensor next_norm, "
       "Tensor cos_sin, Tensor positions, Tensor slots, Tensor query_start, Tensor context_lens, Tensor tables, "
-      "Tensor(a!) keys, Tensor(b!) values, int num_heads, float scale, int window, float eps) -> (Tensor, Tensor)",
+      "Tensor(a!) keys, Tensor(b!) values, int num_heads, int intermediate, float scale, int window, float eps) "
+      "-> (Tensor, Tensor)",
       &servekit::layer);
 }

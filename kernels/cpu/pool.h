@@ -111,18 +111,21 @@ inline std::unique_ptr<Pool>& pool() {
   return *instance;
 }
 
-// Calls f(begin, end) for parts of [0, count) of at least `grain` iterations.
+// Parts of a loop for each thread, so that one that started late or was put aside has less to do.
+constexpr int64_t kMostPartsEach = 8;
+
+// Calls f(begin, end) for parts of [0, count) of at least `grain` iterations: one part, or as many for each thread.
 template <typename F>
 void parallel_for(int64_t count, int64_t grain, F f) {
   if (count <= 0) return;
   Pool& threads = *pool();
-  const int64_t parts_wanted = threads.num_threads() * 4;
-  const int64_t part = std::max(grain, (count + parts_wanted - 1) / parts_wanted);
-  const int64_t parts = (count + part - 1) / part;
-  if (parts == 1 || threads.num_threads() == 1) {
+  const int64_t parts_each = std::min<int64_t>(kMostPartsEach, count / grain / threads.num_threads());
+  if (parts_each == 0 || threads.num_threads() == 1) {
     f(int64_t(0), count);
     return;
   }
+  const int64_t parts_wanted = parts_each * threads.num_threads();
+  const int64_t part = (count + parts_wanted - 1) / parts_wanted, parts = (count + part - 1) / part;
   struct Loop {
     F& f;
     int64_t count, part;
@@ -134,5 +137,21 @@ void parallel_for(int64_t count, int64_t grain, F f) {
       },
       &loop, uint32_t(parts));
 }
+
+// Who runs the loops of a computation: all threads together,
+struct AllThreads {
+  template <typename F>
+  void share(int64_t count, int64_t grain, F f) const {
+    parallel_for(count, grain, f);
+  }
+};
+
+// or the calling thread alone, while others do the same for other rows.
+struct ThisThread {
+  template <typename F>
+  void share(int64_t count, int64_t, F f) const {
+    if (count > 0) f(int64_t(0), count);
+  }
+};
 
 }  // namespace servekit

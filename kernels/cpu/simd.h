@@ -1,4 +1,4 @@
-// Eight floats at a time, on any processor: GCC's and Clang's vector types become AVX2, NEON or whatever -march says.
+// Vectors of floats on any processor: GCC's and Clang's vector types become AVX-512, AVX2, NEON or what -march says.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,16 @@
 namespace servekit {
 
 typedef float f32x8 __attribute__((vector_size(32)));
-typedef int32_t i32x8 __attribute__((vector_size(32)));
+
+// As many floats, and integers of their size, as one register holds.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+typedef float floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t uints __attribute__((vector_size(4 * kLanes)));
 
 // A number format whose upper half of the bits is that of a float.
 struct bf16 {
@@ -39,6 +48,141 @@ inline bf16 to_bf16(float x) {
 inline void store_as(float x, float* target) { *target = x; }
 inline void store_as(float x, bf16* target) { *target = to_bf16(x); }
 
+inline floats load(const float* p) {
+  floats v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline void store(float* p, floats v) { std::memcpy(p, &v, sizeof(v)); }
+
+inline floats splat(float x) { return x - floats{}; }
+
+inline floats max(floats a, floats b) { return a > b ? a : b; }
+
+inline floats magnitude(floats v) { return max(v, -v); }
+
+// The nearest integers of numbers below 2^22, ties to even.
+inline ints rounded(floats v) { return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, ints); }
+
+// f over all lanes, halves first.
+template <typename F>
+inline float reduce(floats v, F f) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] = f(lanes[i], lanes[i + width]);
+  return lanes[0];
+}
+
+#if defined(__AVX512F__)
+inline float sum_of(floats v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float largest_of(floats v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
+inline float sum_of(floats v) {
+  return reduce(v, [](float a, float b) { return a + b; });
+}
+inline float largest_of(floats v) {
+  return reduce(v, [](float a, float b) { return a > b ? a : b; });
+}
+#endif
+
+// Two vectors of a row's columns, as the row's format gives them at the least cost: floats one after the other, of bf16
+// the even and the odd columns.
+struct Columns {
+  floats first, second;
+};
+constexpr int kColumns = 2 * kLanes;
+
+inline Columns load_columns(const float* p) { return {load(p), load(p + kLanes)}; }
+
+inline Columns load_columns(const bf16* p) {
+  uints pairs;
+  std::memcpy(&pairs, p, sizeof(pairs));
+  return {(floats)(pairs << 16), (floats)(pairs & 0xffff0000u)};
+}
+
+// The column that lane i of `first`, or lane i - kLanes of `second`, holds.
+constexpr int column_of_lane(const float*, int i) { return i; }
+constexpr int column_of_lane(const bf16*, int i) { return i < kLanes ? 2 * i : 2 * (i - kLanes) + 1; }
+
+// The same for the first `count` columns; the others are zero, and nothing is read behind them.
+template <typename T>
+inline Columns load_columns(const T* p, int count) {
+  T padded[kColumns] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load_columns(padded);
+}
+
+#if defined(__AVX512BW__)
+inline Columns load_columns(const bf16* p, int count) {
+  const uints pairs = (uints)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
+  return {(floats)(pairs << 16), (floats)(pairs & 0xffff0000u)};
+}
+#endif
+
+// Four vectors into one, whose lane 4q + i is the sum of lanes 4q .. 4q + 3 of vector i.
+inline floats fold(const floats* v) {
+#if defined(__AVX512F__)
+  auto add_pairs = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+  const __m512d low = (__m512d)add_pairs((__m512)v[0], (__m512)v[1]);
+  const __m512d high = (__m512d)add_pairs((__m512)v[2], (__m512)v[3]);
+  return (floats)_mm512_unpacklo_pd(low, high) + (floats)_mm512_unpackhi_pd(low, high);
+#elif defined(__AVX__)
+  auto add_pairs = [](floats a, floats b) { return _mm256_hadd_ps((__m256)a, (__m256)b); };
+  return (floats)_mm256_hadd_ps(add_pairs(v[0], v[1]), add_pairs(v[2], v[3]));
+#else
+  floats folded;
+  for (int i = 0; i < kLanes; ++i) {
+    const int quarter = i / 4 * 4;
+    const floats& from = v[i % 4];
+    folded[i] = (from[quarter] + from[quarter + 1]) + (from[quarter + 2] + from[quarter + 3]);
+  }
+  return folded;
+#endif
+}
+
+// The sums of the kLanes vectors that became kLanes / 4 folded ones.
+inline floats sums_of_folded(const floats* v) {
+#if defined(__AVX512F__)
+  auto add_pairs = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return (floats)add_pairs(add_pairs((__m512)v[0], (__m512)v[1]), add_pairs((__m512)v[2], (__m512)v[3]));
+#elif defined(__AVX__)
+  const __m256 a = (__m256)v[0], b = (__m256)v[1];
+  return (floats)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#else
+  floats sums;
+  for (int i = 0; i < kLanes; ++i) {
+    sums[i] = 0.0f;
+    for (int quarter = 0; quarter < kLanes; quarter += 4) sums[i] += v[i / 4][quarter + i % 4];
+  }
+  return sums;
+#endif
+}
+
+// e^x for x <= 0 or so, relative error below 2e-7 (a degree-6 polynomial on [-ln2/2, ln2/2]); 0 below -87.
+inline floats exponential(floats x) {
+  const floats lowest = splat(-87.0f);
+  const ints is_tiny = x < lowest;
+  x = max(lowest, x);  // In this order a NaN stays a NaN.
+  const floats shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the low bits are the nearest integer.
+  const floats n = shifted - 12582912.0f;
+  floats r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const ints exponent = (__builtin_convertvector(n, ints) + 127) << 23;
+  return is_tiny ? splat(0.0f) : p * (floats)exponent;
+}
+
+// --- Eight floats, whatever the processor ---------------------------------------------------------------------------
+
 inline f32x8 load8(const float* p) {
   f32x8 v;
   std::memcpy(&v, p, 32);
@@ -50,33 +194,10 @@ inline f32x8 load8(const bf16* p) {
   typedef uint32_t u32x8 __attribute__((vector_size(32)));
   u16x8 halves;
   std::memcpy(&halves, p, 16);
-  u32x8 bits = __builtin_convertvector(halves, u32x8) << 16;
-  f32x8 v;
-  std::memcpy(&v, &bits, 32);
-  return v;
+  return (f32x8)(__builtin_convertvector(halves, u32x8) << 16);
 }
 
 inline void store8(float* p, f32x8 v) { std::memcpy(p, &v, 32); }
-
-inline f32x8 splat(float x) { return f32x8{x, x, x, x, x, x, x, x}; }
-
-inline f32x8 max(f32x8 a, f32x8 b) { return a > b ? a : b; }
-
-inline float sum8(f32x8 v) {
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
-
-// The sums of eight vectors, as one.
-inline f32x8 sums8(const f32x8* v) {
-#if defined(__AVX__)
-  auto m = [&](int i) { return (__m256)v[i]; };
-  __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(m(0), m(1)), _mm256_hadd_ps(m(2), m(3)));
-  __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(m(4), m(5)), _mm256_hadd_ps(m(6), m(7)));
-  return (f32x8)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-#else
-  return f32x8{sum8(v[0]), sum8(v[1]), sum8(v[2]), sum8(v[3]), sum8(v[4]), sum8(v[5]), sum8(v[6]), sum8(v[7])};
-#endif
-}
 
 // Eight rows of eight become eight columns.
 inline void transpose8(f32x8* v) {
@@ -104,40 +225,6 @@ inline void transpose8(f32x8* v) {
       v[j][i] = other;
     }
 #endif
-}
-
-inline f32x8 abs8(f32x8 v) { return max(v, -v); }
-
-// The nearest integers of numbers below 2^22, ties to even.
-inline i32x8 round8(f32x8 v) { return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, i32x8); }
-
-inline float max8(f32x8 v) {
-  float largest = v[0];
-  for (int i = 1; i < 8; ++i) largest = v[i] > largest ? v[i] : largest;
-  return largest;
-}
-
-// e^x for x <= 0 or so, relative error below 2e-7 (a degree-6 polynomial on [-ln2/2, ln2/2]); 0 below -87.
-inline f32x8 exp8(f32x8 x) {
-  const f32x8 lowest = splat(-87.0f);
-  i32x8 is_tiny = x < lowest;
-  x = max(lowest, x);  // In this order a NaN stays a NaN.
-  f32x8 scaled = x * 1.44269504088896341f;
-  f32x8 shifted = scaled + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the nearest integer.
-  f32x8 n = shifted - 12582912.0f;
-  f32x8 r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  f32x8 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  i32x8 exponent = (__builtin_convertvector(n, i32x8) + 127) << 23;
-  f32x8 power;
-  std::memcpy(&power, &exponent, 32);
-  f32x8 result = p * power;
-  return is_tiny ? splat(0.0f) : result;
 }
 
 }  // namespace servekit

@@ -195,7 +195,20 @@ def test_attention_at_the_borders_of_tiles_and_parts(kernels: Kernels, cache_dty
 
 
 @CACHE_DTYPES
-@given(contexts=st.lists(CONTEXTS, min_size=2, max_size=6), chunk=st.integers(0, 100), group=st.integers(1, 9),
+@given(lengths=st.lists(st.tuples(CONTEXTS, st.sampled_from([1, 1, 1, 2, 3, 20])), min_size=8, max_size=10),
+       block_size=st.sampled_from([1, 5, 16, 32]), num_kv_heads=st.integers(2, 9), group=st.integers(1, 9),
+       head_dim=st.sampled_from(HEAD_DIMS), window=WINDOWS, seed=SEEDS)
+@quick(25)
+def test_attention_of_so_many_requests_that_heads_share_a_task(
+        kernels: Kernels, cache_dtype: torch.dtype, lengths: list[tuple[int, int]], block_size: int, num_kv_heads: int,
+        group: int, head_dim: int, window: int | None, seed: int) -> None:
+    assert len(lengths) >= 4 * THREADS
+    case = attention(lengths, block_size, num_kv_heads, group, head_dim, cache_dtype, seed)
+    assert_attention(case.run(kernels, 0.2, window), case.expected(0.2, window))
+
+
+@CACHE_DTYPES
+@given(contexts=st.lists(CONTEXTS, min_size=2, max_size=10), chunk=st.integers(0, 100), group=st.integers(1, 9),
        head_dim=st.sampled_from(HEAD_DIMS), window=WINDOWS, seed=SEEDS)
 @quick(25)
 def test_a_decode_is_the_same_bits_in_any_batch(kernels: Kernels, cache_dtype: torch.dtype, contexts: list[int],
@@ -591,6 +604,21 @@ def test_a_fused_layer_is_its_operations(kernels: Kernels, schemes: Sequence[Sch
     assert all(map(torch.equal, actual, expected)) and actual[0].isfinite().all()
     for written, wanted in zip(*caches, strict=True):
         torch.testing.assert_close(written, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_rows", [127, 128, 129, 300])
+def test_a_fused_layer_of_many_rows_is_its_operations(kernels: Kernels, num_rows: int) -> None:
+    """From 128 rows on, two threads compute blocks of rows each."""
+    layer = operands(kernels, (INT4, INT8, INT4, INT8), 6, 2, 32, None)
+    fused = kernels.fused_layer(layer)
+    assert fused is not None
+    case = attention([(num_rows, num_rows)], 16, 2, 3, 32, torch.bfloat16, seed=1)
+    normed, residual = (numbers(num_rows, 96, seed=part) for part in range(2))
+    angles = torch.outer(torch.arange(num_rows), numbers(16, seed=1))
+    arguments = normed, residual, torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(num_rows), case.batch
+    caches = [(case.keys.clone(), case.values.clone()) for _ in range(2)]
+    actual, expected = fused(*arguments, caches[0]), one_by_one(kernels, layer, *arguments, caches[1])
+    assert all(map(torch.equal, actual, expected)) and actual[0].isfinite().all()
 
 
 def query_lens(batch: AttentionBatch) -> list[int]:
