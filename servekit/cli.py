@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ def _simulate(words: Sequence[str]) -> int:
     return run(composed)
 
 
+def _tune(words: Sequence[str]) -> int:
+    # By name: everything under servekit/ can be used without the tuner, and does not know it.
+    return int(import_module("servekit.tuner.command").run(words))
+
+
 def _plan(words: Sequence[str]) -> int:
     composed = _compose(ROOTS["plan"](), words)
     from servekit.plan.command import render
@@ -134,6 +140,9 @@ COMMANDS: Mapping[str, Command] = {
                      "Start an engine and its OpenAI-compatible server.", _serve),
     "bench": Command(f"servekit bench {SETTINGS_USAGE}",
                      "Load any OpenAI-compatible server and measure what its users see.", _bench),
+    "tune": Command("servekit tune SLO.yaml [key=value ...]",
+                    "Search the settings that hold an objective at the highest load, on this device, and prove it.",
+                    _tune),
     "simulate": Command(f"servekit simulate {SETTINGS_USAGE}",
                         "Run the scheduler on a virtual clock and measure what users would see.", _simulate),
     "plan": Command("servekit plan [FILE.yaml] [key=value ...]",

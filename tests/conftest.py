@@ -10,6 +10,9 @@ import pytest
 from servekit.config.compose import compose_serve
 from servekit.model.local import ModelFileError
 from servekit.model.source import default_cache_dir, fetch
+from triton_interpreter import import_interpreted
+
+import_interpreted()
 
 
 @pytest.fixture(scope="session")

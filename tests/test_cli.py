@@ -15,7 +15,7 @@ import pytest
 from servekit.cli import COMMANDS, main
 from servekit.completion import candidates
 from servekit.config.compose import compose_serve
-from servekit.config.describe import COMPONENT_KIND, Root
+from servekit.config.describe import Root
 from servekit.config.origin import COMMAND_LINE
 from servekit.config.resolve import flatten
 from servekit.config.roots import ROOTS
@@ -78,7 +78,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # --- bad input: one line, exit status 2 ------------------------------------------------------------------------------
 
 BAD = [
-    (["srve"], ["command=srve", "serve, bench, config", "did you mean servekit serve?"]),
+    (["srve"], ["command=srve", "serve, bench, plan, config", "did you mean servekit serve?"]),
     (["frobnicate"], ["command=frobnicate", "servekit --help"]),
     (["help", "srve"], ["did you mean servekit serve?"]),
     (["serve", "server.prot=1"], ["server.prot=1", "did you mean server.port?"]),
@@ -191,7 +191,7 @@ def test_help_of_a_command_lists_every_key_with_default_and_docstring(root: Root
     assert capsys.readouterr().out == with_flag
     text = " ".join(with_flag.split())
     for key in root.keys.values():
-        if key.last_part != COMPONENT_KIND:
+        if not key.chooses_component:
             assert f" {key.last_part}={key.default_text}" in text and key.doc in text
             assert not key.section or f"{key.section}. " in text
     assert max(map(len, with_flag.splitlines())) <= 120
@@ -226,15 +226,16 @@ def test_nothing_is_written(tmp_path: Path) -> None:
 # --- completion ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ("servekit s", {"serve"}),
+    ("servekit s", {"serve", "simulate"}),
     ("servekit ", {*COMMANDS, "--help", "--version"}),
     ("servekit completion ", {"bash", "zsh", "fish"}),
     ("servekit serve +", {"+preset="}),
-    ("servekit serve +preset=", {"+preset=interactive", "+preset=balanced", "+preset=batch"}),
+    ("servekit serve +preset=ba", {"+preset=balanced", "+preset=batch"}),
     ("servekit serve site.yaml preset=i", {"preset=interactive"}),
     ("servekit serve sch", {"scheduler."}),
     ("servekit serve scheduler.m", {"scheduler.max_num_seqs=", "scheduler.max_step_tokens="}),
-    ("servekit serve scheduler.prefix_cache=", {"scheduler.prefix_cache=none", "scheduler.prefix_cache=hash"}),
+    ("servekit serve scheduler.prefix_cache=", {"scheduler.prefix_cache=none", "scheduler.prefix_cache=hash",
+                                               "scheduler.prefix_cache=radix"}),
     ("servekit serve scheduler/prefix", {"scheduler/prefix_cache="}),
     ("servekit serve scheduler/prefix_cache=n", {"scheduler/prefix_cache=none"}),
     ("servekit serve engine.device=c", {"engine.device=cpu", "engine.device=cuda"}),
@@ -253,7 +254,7 @@ def test_candidates(line: str, expected: set[str]) -> None:
 @pytest.mark.parametrize("root", EVERY_ROOT)
 def test_every_key_and_option_can_be_completed_level_by_level(root: Root[Any]) -> None:
     words = {f"{group.name}={name}" for group in root.groups.values() for name in group.option_names}
-    words |= {f"{key.name}=" for key in root.keys.values() if key.last_part != COMPONENT_KIND}
+    words |= {f"{key.name}=" for key in root.keys.values() if not key.chooses_component}
     for word in words:
         typed = f"servekit {root.name} {word[:-1]}"
         assert any(word.startswith(candidate) for candidate in candidates(typed, COMMANDS, ROOTS)), word
@@ -267,7 +268,7 @@ def test_completion_scripts_ask_for_candidates(shell: str, capsys: pytest.Captur
 
 @pytest.mark.parametrize(("line", "expected"), [
     ("servekit serve scheduler.prefix_cache=n", ["none"]),
-    ("servekit serve +preset=", ["balanced", "batch", "interactive"]),
+    ("servekit serve +preset=ba", ["balanced", "batch"]),
     ("servekit serve site.yaml scheduler.max_n", ["scheduler.max_num_seqs="]),
     ("servekit co", ["completion", "config"]),
 ])

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted([*ROOT.glob("servekit/**/*.py"), *ROOT.glob("kernels/**/*.py")])
+FILES = sorted([*ROOT.glob("servekit/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("tuner/**/*.py")])
 STANDARD = sys.stdlib_module_names
 
 ONLY_IN = {
-    "hydra": ["servekit/config/compose.py"],
+    "hydra": ["servekit/config/compose.py", "tuner/grammar.py"],
     "omegaconf": ["servekit/config/compose.py"],
     "fastapi": ["servekit/server/"],
     "uvicorn": ["servekit/server/"],
@@ -84,12 +84,22 @@ def test_kernels_import_torch_alone() -> None:
         assert foreign == set(), f"{name_of(path)} imports {foreign}"
 
 
+def test_the_tuner_knows_the_engine_by_its_client_alone() -> None:
+    allowed = ("servekit.tuner", "servekit.config", "servekit.load", "servekit.sim", "servekit.engine.client")
+    for path in files_below("tuner/"):
+        wrong = {module for module in imports_of(path, at_import_time=False)
+                 if module.startswith("servekit") and not module.startswith(allowed)}
+        assert wrong <= {"servekit"}, f"{name_of(path)} imports {wrong}"
+
+
 @pytest.mark.parametrize("folder, forbidden", [
     ("servekit/", ["servekit.tuner"]),
     ("servekit/runner/", ["servekit.core.scheduler", "servekit.engine", "servekit.server"]),
     ("servekit/model/", ["servekit.core", "servekit.engine", "servekit.runner", "servekit.server"]),
     ("servekit/engine/", ["servekit.server", "servekit.load"]),
     ("servekit/load/", ["servekit.core", "servekit.model", "servekit.runner", "servekit.server"]),
+    ("servekit/sim/", ["servekit.runner", "servekit.server", "servekit.plan"]),
+    ("servekit/plan/", ["servekit.core", "servekit.engine", "servekit.runner", "servekit.server", "servekit.load"]),
     ("servekit/config/", ["servekit.core", "servekit.engine", "servekit.model", "servekit.server", "servekit.load"]),
 ])
 def test_folders_depend_downwards(folder: str, forbidden: list[str]) -> None:
@@ -106,7 +116,8 @@ def test_nothing_imports_tests_or_experiments() -> None:
 
 @pytest.mark.parametrize("module", [
     "servekit", "servekit.cli", "servekit.config.schema", "servekit.core.build", "servekit.engine.process_client",
-    "servekit.engine.process", "servekit.load.bench", "servekit.model.tokenizer", "servekit.server.launch",
+    "servekit.engine.process", "servekit.load.bench", "servekit.model.tokenizer", "servekit.plan.command",
+    "servekit.server.launch", "servekit.sim.step_time",
 ])
 def test_torch_is_not_imported_where_people_wait(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -73,10 +73,17 @@ class AdmissionConfig:
         section = "scheduler.admission"
         at_least(section, "max_queue_requests", self.max_queue_requests, 1, 512)
         at_least(section, "max_queue_tokens", self.max_queue_tokens, 1, None)
-        for name in ("queue_timeout_s", "request_timeout_s"):
-            value = getattr(self, name)
-            require(value is None or 0 < value < math.inf, f"{section}.{name}", value, "must be greater than 0",
-                    f"set {section}.{name}=null for no limit")
+        _check_timeout(f"{section}.queue_timeout_s", self.queue_timeout_s)
+        _check_timeout(f"{section}.request_timeout_s", self.request_timeout_s)
+        for priority, limits in self.classes.items():
+            own = f"{section}.classes.{priority}"
+            at_least(own, "max_queue_requests", limits.max_queue_requests, 1, None)
+            _check_timeout(f"{own}.queue_timeout_s", limits.queue_timeout_s)
+
+
+def _check_timeout(key: str, value: float | None) -> None:
+    require(value is None or 0 < value < math.inf, key, value, "must be greater than 0",
+            f"set {key}=null for no limit")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from servekit.runner.device import DeviceFacts
 _STORED_INTEGERS = {"Q8_0": Quantization.int8, "Q4_0": Quantization.int4, "Q4_1": Quantization.int4}
 """Checkpoints whose matrices are integers that the kernels can multiply by as they are."""
 
-_MOST_HEADS_PER_KEY_HEAD = 48
-"""Query rows that one pass of the C++ attention holds (kMaxRows in kernels/cpu/attention.h)."""
+_MOST_HEADS_PER_KEY_HEAD = {KernelSet.cpu: 48, KernelSet.triton: 32}
+"""Query rows that one pass of the attention holds (kernels/cpu/attention.h and kernels/triton/attention_prefill.py)."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,25 @@ def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: Ker
 
 def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType,
              available: KernelSet | None, notes: list[str]) -> KernelSet:
-    computes_here = device.kind is Device.cpu and dtype is DType.float32
-    computes_on_gpu = device.kind is Device.cuda and dtype is not DType.float64
     heads_per_key_head = spec.num_heads // spec.num_kv_heads
-    if config.engine.kernels is KernelSet.auto:
-        suits_cpu = computes_here and heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD
-        suited = KernelSet.cpu if suits_cpu else KernelSet.triton if computes_on_gpu else KernelSet.reference
-        kernels = suited if available in (None, suited) else KernelSet.reference
+    wanted, fast = config.engine.kernels, KernelSet.cpu if device.kind is Device.cpu else KernelSet.triton
+    can_compute = dtype is DType.float32 if fast is KernelSet.cpu else dtype is not DType.float64
+    if wanted is KernelSet.auto:
+        is_suited = can_compute and heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD[fast]
+        kernels = fast if is_suited and available in (None, fast) else KernelSet.reference
         notes.append(f"engine.kernels: auto -> {kernels.value}")
         return kernels
-    if config.engine.kernels is KernelSet.cpu:
-        require(computes_here, "engine.kernels", "cpu",
-                f"the C++ operations compute in float32 on a CPU, and this is {dtype.value} on {device.kind.value}",
+    if wanted is not KernelSet.reference:
+        where = "the C++ operations compute in float32 on a CPU" if wanted is KernelSet.cpu else (
+            "the Triton operations compute in float32 or less on a GPU")
+        require(wanted is fast and can_compute, "engine.kernels", wanted.value,
+                f"{where}, and this is {dtype.value} on {device.kind.value}",
                 "set engine.kernels=auto or model.dtype=float32")
-        require(heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD, "engine.kernels", "cpu",
-                f"the C++ attention takes {_MOST_HEADS_PER_KEY_HEAD} query heads a key head, and the model has "
-                f"{heads_per_key_head}", "set engine.kernels=auto")
-    if config.engine.kernels is KernelSet.triton:
-        require(computes_on_gpu, "engine.kernels", "triton",
-                f"the Triton operations compute on a GPU in float32 or less, and this is {dtype.value} on "
-                f"{device.kind.value}", "set engine.kernels=auto, or engine.device=cuda and model.dtype=auto")
-    return config.engine.kernels
+        most = _MOST_HEADS_PER_KEY_HEAD[wanted]
+        require(heads_per_key_head <= most, "engine.kernels", wanted.value,
+                f"its attention takes {most} query heads a key head, and the model has {heads_per_key_head}",
+                "set engine.kernels=auto")
+    return wanted
 
 
 def _quantization(config: Config, spec: ModelSpec, kernels: KernelSet, notes: list[str]) -> Quantization:

@@ -74,6 +74,11 @@ class LoadRun:
         return self._stopped.is_set()
 
     @property
+    def started_s(self) -> float:
+        """When it started, on the clock of time.monotonic; arrival times count from then."""
+        return self._start_s
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._start_s

@@ -82,16 +82,16 @@ class Run:
 
 # --- the JSON document ------------------------------------------------------------------------------------------------
 
-def check_out(path: str | None, overwrite: bool) -> None:
-    """Raise ConfigError, before any load is sent, if the result could not be written in the end."""
+def check_out(path: str | None, overwrite: bool, key: str = "out") -> None:
+    """Raise ConfigError, before any load is sent, if a file could not be written in the end. `key` is its setting."""
     if path is None:
         return
-    require(overwrite or not Path(path).exists(), "out", path, "exists already",
+    require(overwrite or not Path(path).exists(), key, path, "exists already",
             "give another name or set overwrite=true")
     folder = Path(path).absolute().parent
-    require(folder.is_dir() and os.access(folder, os.W_OK), "out", path, f"{folder} is not a folder to write in",
+    require(folder.is_dir() and os.access(folder, os.W_OK), key, path, f"{folder} is not a folder to write in",
             "create it or give another name")
-    require(not Path(path).is_dir(), "out", path, "is a folder", "give the name of a file")
+    require(not Path(path).is_dir(), key, path, "is a folder", "give the name of a file")
 
 
 class DocumentFile:

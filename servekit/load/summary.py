@@ -297,7 +297,8 @@ class Tally:
         return len(self._measured_spans_s) // 2
 
     def _counts(self) -> Counts:
-        failures: dict[FailureKind, int] = {kind: count for kind, count in self._failures.items() if kind is not FailureKind.interrupted}
+        failures: dict[FailureKind, int] = {kind: count for kind, count in self._failures.items()
+                                            if kind is not FailureKind.interrupted}
         return Counts(warmup=self._num_warmup, succeeded=self._num_succeeded,
                       failed=self._num_measured - self._num_succeeded,
                       interrupted=self._failures[FailureKind.interrupted], short=self._num_short, failures=failures)

@@ -26,6 +26,7 @@ from servekit.server.errors import ApiError, ErrorCode
 from servekit.server.gate import Gate
 from servekit.server.intake import Ticket
 from servekit.server.service import Service
+from servekit.server.tenant import tenant_of
 
 PAGE = Path(__file__).with_name("static") / "index.html"
 NOT_IMPLEMENTED = ("/v1/embeddings", "/v1/responses", "/v1/moderations", "/v1/messages", "/v1/audio/{rest:path}",
@@ -41,7 +42,8 @@ BODIES: Mapping[str, Sequence[type[msgspec.Struct]]] = {
 """What each POST route takes."""
 DESCRIBED = ("/v1/models", "/v1/models/{model:path}", "/version", "/server_info", "/tokenizer_info")
 """GET routes that /openapi.json shows beside the POST routes."""
-PRIORITY_MEANING = "lower is sooner; honoured by priority policies, refused by others unless it is 0"
+PRIORITY_MEANING = ("the class of a request, lower is sooner; honoured by scheduler/policy=priority and for the "
+                    "classes of scheduler.admission.classes, otherwise refused unless it is 0")
 MAX_TOKENS_MEANING = ("an upper bound: output ends with finish_reason length at max_tokens or at max_model_len, "
                       "whichever comes first; a prompt of max_model_len tokens or more is refused")
 Result = TypeVar("Result")
@@ -249,7 +251,8 @@ class Routes:
     def _ticket(self, request: Request, body: protocol.GenerationBody, arrived_s: float) -> Ticket:
         if body.request_id is not None:
             request.state.request_id = body.request_id
-        return Ticket(request.state.request_id, self._service.next_engine_id(), arrived_s)
+        return Ticket(request.state.request_id, self._service.next_engine_id(), arrived_s,
+                      tenant_of(request.headers, body.user, self._service.config.scheduler.tenants))
 
     async def _json(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self._server.max_body_bytes)

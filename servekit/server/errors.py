@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,6 +43,7 @@ class ErrorCode(Enum):
     generation_failed = "generation_failed"
     internal_error = "internal_error"
     not_implemented = "not_implemented"
+    rate_limit_exceeded = "rate_limit_exceeded"
     queue_full = "queue_full"
     queue_timeout = "queue_timeout"
     loading = "loading"
@@ -58,6 +60,7 @@ TREATMENTS = {
     ErrorCode.method_not_allowed: Treatment(405),
     ErrorCode.body_too_large: Treatment(413),
     ErrorCode.unsupported_media_type: Treatment(415),
+    ErrorCode.rate_limit_exceeded: Treatment(429, retry_after_s=1),
     ErrorCode.request_aborted: Treatment(499),
     ErrorCode.generation_failed: Treatment(500),
     ErrorCode.internal_error: Treatment(500),
@@ -71,7 +74,7 @@ TREATMENTS = {
 }
 """Codes that are not listed are mistakes in the request: `BAD_REQUEST`."""
 
-TYPES = {401: "authentication_error", 404: "not_found_error"}
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """The `type` of a status; others below 500 are invalid_request_error, others above are server_error."""
 
 FINISH_CODES = {
@@ -79,6 +82,7 @@ FINISH_CODES = {
     FinishReason.queue_timeout: ErrorCode.queue_timeout,
     FinishReason.request_timeout: ErrorCode.request_timeout,
     FinishReason.queue_full: ErrorCode.queue_full,
+    FinishReason.over_quota: ErrorCode.rate_limit_exceeded,
     FinishReason.too_long: ErrorCode.context_length_exceeded,
     FinishReason.shutdown: ErrorCode.draining,
     FinishReason.error: ErrorCode.generation_failed,
@@ -90,12 +94,13 @@ class ApiError(Exception):
     """An error that a client is told about: one line, the field at fault if any, and a code."""
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None,
-                 headers: dict[str, str] | None = None) -> None:
+                 headers: dict[str, str] | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
         self._headers = headers or {}
+        self._retry_after_s = retry_after_s
 
     @property
     def treatment(self) -> Treatment:
@@ -113,19 +118,21 @@ class ApiError(Exception):
     def response(self) -> Response:
         """The whole HTTP response."""
         treatment, headers = self.treatment, dict(self._headers)
-        if treatment.retry_after_s is not None:
-            headers["retry-after"] = str(treatment.retry_after_s)
+        retry_after_s = treatment.retry_after_s if self._retry_after_s is None else math.ceil(self._retry_after_s)
+        if retry_after_s is not None:
+            headers["retry-after"] = str(retry_after_s)
         if treatment.is_final:
             headers["x-should-retry"] = "false"
         return Response(self.body, treatment.status, headers, "application/json")
 
 
-def error_of_finish(reason: FinishReason, message: str, num_output_tokens: int) -> ApiError:
+def error_of_finish(reason: FinishReason, message: str, num_output_tokens: int,
+                    retry_after_s: float | None = None) -> ApiError:
     """The error that a request's ending is; `num_output_tokens` had been generated until then."""
     text = message or DEFAULT_MESSAGES[reason]
     if num_output_tokens:
         text += f" (after {num_output_tokens} output tokens)"
-    return ApiError(FINISH_CODES[reason], text)
+    return ApiError(FINISH_CODES[reason], text, retry_after_s=retry_after_s)
 
 
 DEFAULT_MESSAGES = {
@@ -133,6 +140,7 @@ DEFAULT_MESSAGES = {
     FinishReason.queue_timeout: "the request waited too long for its turn",
     FinishReason.request_timeout: "the request took too long",
     FinishReason.queue_full: "too many requests are waiting",
+    FinishReason.over_quota: "the tenant has used up its tokens for now",
     FinishReason.too_long: "the prompt does not fit the model's context or the KV cache",
     FinishReason.shutdown: "the server is shutting down",
     FinishReason.error: "the generation failed",

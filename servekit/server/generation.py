@@ -20,7 +20,7 @@ from servekit.server.metrics import ANSWERS, Outcome
 from servekit.server.service import Service, Serving
 from servekit.server.shapes import PromptTokensDetails, Usage
 
-REFUSALS = (FinishReason.queue_full, FinishReason.too_long, FinishReason.queue_timeout)
+REFUSALS = (FinishReason.queue_full, FinishReason.too_long, FinishReason.queue_timeout, FinishReason.over_quota)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Choice:
 
     def _error(self, event: RequestEvent) -> ApiError:
         assert event.finish is not None
-        error = error_of_finish(event.finish, event.message, self.num_output_tokens)
+        error = error_of_finish(event.finish, event.message, self.num_output_tokens, event.retry_after_s)
         if event.finish in REFUSALS:
             self._metrics.refused(error.code)
         return error
@@ -178,6 +178,10 @@ class Generation:
             "n_in": usage.prompt_tokens, "n_out": usage.completion_tokens,
             "cached": usage.prompt_tokens_details.cached_tokens,
             "finish": ",".join(sorted({choice.finish.value for choice in self._choices if choice.finish}))}
+        if first.spec.tenant:
+            record["tenant"] = first.spec.tenant
+        if first.spec.priority:
+            record["priority"] = first.spec.priority
         if first.scheduled_s is not None:
             record["queue_ms"] = _ms(first.scheduled_s - first.spec.arrived_s)
         if first.timeline is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from servekit.config.policy import Policy
+from servekit.config.requests import honours_predictions, honours_priority, queue_timeout_s
 from servekit.config.schema import Config, GenerationDefaults
 from servekit.core.request import RequestId, RequestSpec, SamplingParams
 from servekit.model.chat_template import ChatTemplate, ChatTemplateError
@@ -67,6 +67,8 @@ class Ticket:
     """As the engine knows it: unique, whatever ids clients choose."""
     arrived_s: float
     """On the monotonic clock."""
+    tenant: str = ""
+    """Whose request it is; empty if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,10 @@ class Intake:
         if body.min_tokens is not None and body.min_tokens > max_tokens:
             raise ApiError(ErrorCode.invalid_value, f"min_tokens={body.min_tokens}: must not exceed "
                            f"max_tokens={max_tokens}", "min_tokens")
+        predicted = body.predicted_output_tokens
+        if predicted is not None and predicted > max_tokens:
+            raise ApiError(ErrorCode.invalid_value, f"predicted_output_tokens={predicted}: must not exceed "
+                           f"max_tokens={max_tokens}", "predicted_output_tokens")
         n = body.n or 1
         params = self._sampling(body, logprobs, logprobs if echo else None)
         seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -242,8 +248,9 @@ class Intake:
                 sampling=SamplingParams(
                     max_tokens=max(1, min(max_tokens, self._model.max_model_len - len(prompt.token_ids))),
                     seed=seed_of_choice(seed, choice), **params),
-                arrived_s=ticket.arrived_s, tenant=body.user or "", priority=body.priority or 0,
-                cache_salt=body.cache_salt or "")
+                arrived_s=ticket.arrived_s, tenant=ticket.tenant, priority=body.priority or 0,
+                cache_salt=body.cache_salt or "", queue_timeout_s=body.queue_timeout_s,
+                predicted_output_tokens=body.predicted_output_tokens)
             for number, prompt in enumerate(prompts) for choice in range(n))
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         return Job(ticket, tuple(prompts), n, specs, max_tokens, tuple(stop),
@@ -253,10 +260,26 @@ class Intake:
     def _check(self, body: GenerationBody) -> None:
         """What can be refused before anything is tokenised."""
         self.check_model(body.model)
-        policy = self._config.scheduler.policy.kind
-        if body.priority and policy is Policy.fifo:
-            raise ApiError(ErrorCode.unsupported_parameter, f"priority={body.priority}: scheduler.policy.kind="
-                           f"{policy.value} ignores priorities; send 0 or leave it out", "priority")
+        self._check_scheduling(body)
+
+    def _check_scheduling(self, body: GenerationBody) -> None:
+        """Refuse what the chosen components would not honour."""
+        scheduler, priority = self._config.scheduler, body.priority or 0
+        if priority and not honours_priority(scheduler, priority):
+            classes = ", ".join(map(str, sorted(scheduler.admission.classes)))
+            raise ApiError(ErrorCode.unsupported_parameter, f"priority={priority}: scheduler.policy.kind="
+                           f"{scheduler.policy.kind.value} ignores priorities; send 0 or leave it out"
+                           + (f", or send a class of scheduler.admission.classes: {classes}" if classes else ""),
+                           "priority")
+        if body.predicted_output_tokens is not None and not honours_predictions(scheduler):
+            raise ApiError(ErrorCode.unsupported_parameter, f"predicted_output_tokens={body.predicted_output_tokens}: "
+                           f"neither scheduler.policy.kind={scheduler.policy.kind.value} nor scheduler.admission.kind="
+                           f"{scheduler.admission.kind.value} uses it as they are set; leave it out",
+                           "predicted_output_tokens")
+        limit_s = queue_timeout_s(scheduler, priority)
+        if body.queue_timeout_s is not None and limit_s is not None and body.queue_timeout_s > limit_s:
+            raise ApiError(ErrorCode.invalid_value, f"queue_timeout_s={body.queue_timeout_s:g}: must not exceed the "
+                           f"server's limit for requests of class {priority}, {limit_s:g} s", "queue_timeout_s")
 
     def _check_choices(self, num_prompts: int, body: GenerationBody) -> None:
         """Refuse more choices than the server ever takes at once; trying again could not help."""

@@ -212,9 +212,10 @@ class Server:
         for note in facts.notes:
             log.info("derived: %s", note)
         host, port = self._config.server.host, self._listener.getsockname()[1]
-        log.info("%s on %s, %s, %s kernels, %d threads; context %d tokens, KV cache %d tokens (%.1f MB)",
+        swap_space = f", swap space {facts.num_host_blocks * facts.block_size_tokens} tokens"
+        log.info("%s on %s, %s, %s kernels, %d threads; context %d tokens, KV cache %d tokens (%.1f MB)%s",
                  facts.model_name, facts.device, facts.dtype, facts.kernels, facts.threads, facts.max_model_len,
-                 facts.kv_tokens, facts.kv_bytes / 1e6)
+                 facts.kv_tokens, facts.kv_bytes / 1e6, swap_space if facts.num_host_blocks else "")
         log.info("ready after %s, of which weights %.1f s", split, facts.load_s)
         log.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -12,7 +12,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from servekit.core.request import FinishReason
-from servekit.engine.messages import EngineFacts, EngineStats, StepRecord
+from servekit.core.stats import Service
+from servekit.engine.messages import Breakdown, EngineFacts, EngineStats, StepRecord
 from servekit.load.metrics import Timeline, e2e_s, tpot_s
 from servekit.server.errors import ErrorCode
 
@@ -24,6 +25,8 @@ STEP_BUCKETS_S = (.0001, .0003, .001, .003, .01, .03, .1, .3, 1, 3, 10)
 ITERATION_BUCKETS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREFIX = "servekit"
 ANSWERS = (FinishReason.stop, FinishReason.length)
+LabelledCounter = Callable[[str], Counter]
+"""A counter for each value of a label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +63,17 @@ class Metrics:
         self._sources = self._labelled("prompt_tokens_by_source", "Prompt tokens by where they came from.", "source")
         self._recomputed = counter("prompt_tokens_recomputed", "Tokens computed again after a preemption.")
         self._preemptions = counter("num_preemptions", "Preemptions.")
+        self._preemption_kinds = self._labelled("preemptions_by_kind", "Preemptions by what became of the request: a "
+                                                "paused one whose KV blocks are taken later counts twice.", "kind")
+        self._swapped = self._labelled("swapped_blocks", "KV blocks copied to (out) and from (in) the host's memory.",
+                                       "direction")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._finished = self._labelled("request_success", "Finished requests by reason.", "finished_reason")
         self._rejections = self._labelled("admission_rejections", "Requests refused by reason.", "reason")
         self._bounds = self._labelled("steps", "Steps by what kept them from doing more.", "bound")
+        self._classes = _ServiceCounters("class", "priority", self._labelled)
+        self._tenants = _ServiceCounters("tenant", "tenant", self._labelled)
         self._http = Counter(f"{PREFIX}:http_requests", "HTTP requests.", ("method", "handler", "status"),
                              registry=self.registry)
 
@@ -102,8 +111,10 @@ class Metrics:
         self._preemptions.inc(stats.preemptions_total - last.preemptions_total)
         self._prefix_queries.inc(stats.prefix_queries_total - last.prefix_queries_total)
         self._prefix_hits.inc(cached)
-        for bound, total in stats.bound_total.items():
-            self._bounds(bound).inc(total - last.bound_total.get(bound, 0))
+        self._swapped("out").inc(stats.swapped_out_blocks_total - last.swapped_out_blocks_total)
+        self._swapped("in").inc(stats.swapped_in_blocks_total - last.swapped_in_blocks_total)
+        if stats.breakdown is not None and stats.breakdown is not last.breakdown:
+            self._observe_breakdown(last.breakdown or Breakdown(), stats.breakdown)
         if step is None:
             return
         self._iteration.observe(step.num_prefill_tokens + step.num_decode_tokens)
@@ -111,6 +122,15 @@ class Metrics:
                               ("execute", stats.execute_s_total - last.execute_s_total),
                               ("update", stats.update_s_total - last.update_s_total)):
             self._steps.labels(self._model_name, part).observe(seconds)
+
+    def _observe_breakdown(self, last: Breakdown, now: Breakdown) -> None:
+        """Take over counters by name."""
+        for counter, before, after in ((self._bounds, last.bounds, now.bounds),
+                                       (self._preemption_kinds, last.preemptions, now.preemptions)):
+            for name, total in after.items():
+                counter(name).inc(total - before.get(name, 0))
+        self._classes.count(last.classes, now.classes)
+        self._tenants.count(last.tenants, now.tenants)
 
     def first_token(self, ttft_s: float, num_prompt_tokens: int, num_tokens: int) -> None:
         """A request's first event with tokens: `num_tokens` of them."""
@@ -166,13 +186,39 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
 
-    def _labelled(self, name: str, text: str, label: str) -> Callable[[str], Counter]:
+    def _labelled(self, name: str, text: str, label: str) -> LabelledCounter:
         metric = Counter(f"{PREFIX}:{name}", text, ("model_name", label), registry=self.registry)
         return lambda value: metric.labels(self._model_name, value)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"{PREFIX}:{name}", text, ("model_name",), buckets=buckets,
                          registry=self.registry).labels(self._model_name)
+
+
+class _ServiceCounters:
+    """What the requests of each class, or of each tenant, waited and got.
+
+    The mean time in the queue is the rate of ..._queue_seconds over the rate of ..._started_requests. There are never
+    more labels than the engine counts one by one (core.stats.MAX_GROUPS), and one for all others.
+    """
+
+    def __init__(self, scope: str, label: str, make: Callable[[str, str, str], LabelledCounter]) -> None:
+        self._started = make(f"{scope}_started_requests", f"Requests that reached their first step, by {scope}.", label)
+        self._queue_s = make(f"{scope}_queue_seconds", f"Arrival to first step, summed by {scope}.", label)
+        self._prompt = make(f"{scope}_prompt_tokens", f"Prompt tokens of started requests by {scope}.", label)
+        self._generation = make(f"{scope}_generation_tokens", f"Output tokens by {scope}.", label)
+
+    def count(self, last: Mapping[str, Service], now: Mapping[str, Service]) -> None:
+        """Take over what has been counted between two readings."""
+        for name, service in now.items():
+            before = last.get(name, _NO_SERVICE)
+            self._started(name).inc(service.num_started - before.num_started)
+            self._queue_s(name).inc(service.queue_s - before.queue_s)
+            self._prompt(name).inc(service.prompt_tokens - before.prompt_tokens)
+            self._generation(name).inc(service.generation_tokens - before.generation_tokens)
+
+
+_NO_SERVICE = Service()
 
 
 class _WithoutCreationTimes(Collector):
@@ -190,7 +236,8 @@ class _WithoutCreationTimes(Collector):
 
 _totals: Callable[[EngineStats], tuple[float, ...]] = attrgetter(
     "num_steps_total", "prompt_tokens_total", "cached_tokens_total", "prefix_queries_total", "recomputed_tokens_total",
-    "generation_tokens_total", "preemptions_total", "schedule_s_total", "execute_s_total", "update_s_total")
+    "generation_tokens_total", "preemptions_total", "swapped_out_blocks_total", "swapped_in_blocks_total",
+    "schedule_s_total", "execute_s_total", "update_s_total")
 
 
 def counted_from(last: EngineStats, now: EngineStats) -> EngineStats:
@@ -198,9 +245,14 @@ def counted_from(last: EngineStats, now: EngineStats) -> EngineStats:
 
     Totals only fall when an engine dies, and the next one counts from zero.
     """
-    has_fallen = (any(after < before for before, after in zip(_totals(last), _totals(now), strict=True))
-                  or any(now.bound_total.get(bound, 0) < total for bound, total in last.bound_total.items()))
-    return EngineStats() if has_fallen else last
+    has_fallen = any(after < before for before, after in zip(_totals(last), _totals(now), strict=True))
+    return EngineStats() if has_fallen or _has_fewer_bounds(last, now) else last
+
+
+def _has_fewer_bounds(last: EngineStats, now: EngineStats) -> bool:
+    if last.breakdown is None or now.breakdown is None:
+        return False
+    return any(now.breakdown.bounds.get(bound, 0) < total for bound, total in last.breakdown.bounds.items())
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:

@@ -66,6 +66,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     priority: Int32 | None = None
+    predicted_output_tokens: PositiveCount | None = None
+    queue_timeout_s: Annotated[float, Meta(gt=0.0, le=86400.0)] | None = None
     user: Annotated[str, Meta(max_length=256)] | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = None
     truncate_prompt_tokens: PositiveCount | None = None

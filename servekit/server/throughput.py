@@ -35,5 +35,13 @@ def throughput_line(last: EngineStats, now: EngineStats, interval_s: float) -> s
             f"running {now.num_running}, waiting {now.num_waiting}, KV {kv_share:.0%}")
     if queried:
         line += f", prefix hits {hit / queried:.0%}"
+    return line + _given_way(last, now)
+
+
+def _given_way(last: EngineStats, now: EngineStats) -> str:
+    """Preemptions and swaps, if there were any."""
     preempted = now.preemptions_total - last.preemptions_total
-    return line + (f", preempted {preempted}" if preempted else "")
+    swapped_out = now.swapped_out_blocks_total - last.swapped_out_blocks_total
+    swapped_in = now.swapped_in_blocks_total - last.swapped_in_blocks_total
+    words = f", preempted {preempted}" if preempted else ""
+    return words + (f", swapped {swapped_out} blocks out and {swapped_in} in" if swapped_out or swapped_in else "")

@@ -43,8 +43,7 @@ def run(composed: Composed[SimulateConfig]) -> int:
     is not known, requests that the KV cache can never hold.
     """
     config = composed.config
-    for path in (config.out, config.perfetto, config.timeline):
-        check_out(path, config.overwrite)
+    _check_files(config)
     finished = simulate(config, Console(stderr=True))
     print_report(finished, Console())
     return 0 if finished.summary.counts.succeeded else 1
@@ -104,6 +103,17 @@ def _shown(simulation: Simulation, total: int | None, console: Console) -> Itera
         for record in simulation.run():
             yield record
             bar.update(task, advance=1, description=f"{simulation.now_s:,.0f} virtual seconds")
+
+
+def _check_files(config: SimulateConfig) -> None:
+    """Refuse files that cannot be written, and two that are one. Raises ConfigError."""
+    keys: dict[Path, str] = {}
+    for key in ("out", "perfetto", "timeline"):
+        path = getattr(config, key)
+        if path is not None:
+            check_out(path, config.overwrite, key)
+            other = keys.setdefault(Path(path).resolve(), key)
+            require(other == key, key, path, f"is the file of {other} too", "give another name")
 
 
 def _check_lengths(config: SimulateConfig, engine: EngineModel, limits: Limits, seed: int) -> None:

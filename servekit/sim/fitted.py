@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from scipy.optimize import nnls
 from servekit.config.errors import require
 from servekit.sim.step_time import StepShape
 
-_KNOTS_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+_KNOTS_TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Where the cost of another token through the layers may change."""
 
 _FORMAT = 1
@@ -32,13 +34,15 @@ class TimedStep(NamedTuple):
 class FittedStepTime:
     """A step's time as a sum of what its parts cost, each at least nothing.
 
-    The layers cost a piecewise linear, concave function of the step's tokens: reading the weights dominates a few
-    tokens, arithmetic many. To that come a cost for each key that a decode reads, for each key and each pair of
+    The layers cost a piecewise linear function of the step's tokens that never falls: reading the weights dominates a
+    few tokens, arithmetic many. To that come a cost for each key that a decode reads, for each key and each pair of
     a chunk, for each request, sampled row and swapped block, and one for the step itself. The coefficients are the
     non-negative least squares fit of relative errors (Lawson and Hanson, 1974), so that short steps count as much
-    as long ones.
+    as long ones. Steps longer than any it was fitted to go on at the last slope.
     """
 
+    knots_tokens: tuple[int, ...]
+    """Where the slope may change."""
     coefficients: tuple[float, ...]
     """Seconds, in the order of `_features`."""
     num_steps: int
@@ -48,18 +52,20 @@ class FittedStepTime:
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds that a step of this shape takes."""
-        return sum(map(float.__mul__, self.coefficients, _features(shape)))
+        return sum(map(float.__mul__, self.coefficients, _features(shape, self.knots_tokens)))
 
     @classmethod
     def fit(cls, steps: Sequence[TimedStep]) -> FittedStepTime:
         """Fit to at least one step."""
         if not steps:
             raise ValueError("a step-time model needs at least one step")
-        rows = np.array([_features(step.shape) for step in steps])
+        longest_tokens = max(step.shape.num_tokens for step in steps)
+        knots_tokens = tuple(knot for knot in _KNOTS_TOKENS if knot == 0 or knot < longest_tokens)
+        rows = np.array([_features(step.shape, knots_tokens) for step in steps])
         times_s = np.array([step.duration_s for step in steps])
         coefficients, _ = nnls(rows / times_s[:, None], np.ones(len(steps)))
         errors: npt.NDArray[np.float64] = np.abs(rows @ coefficients / times_s - 1.0)
-        return cls(tuple(coefficients.tolist()), len(steps), float(np.median(errors)))
+        return cls(knots_tokens, tuple(coefficients.tolist()), len(steps), float(np.median(errors)))
 
     def save(self, path: Path) -> None:
         """Write the model as JSON."""
@@ -75,11 +81,11 @@ class FittedStepTime:
             problem = error.strerror or str(error)
         except msgspec.DecodeError as error:
             problem = str(error)
-        require(not problem, "step_time.path", str(path), f"is not a fitted step-time model ({problem})",
-                "make one from a step log with step_time.log=FILE")
+        require(not problem, "path", str(path), f"is not a fitted step-time model ({problem})", "fit one and save it")
         model = document.model
-        require(document.format == _FORMAT and len(model.coefficients) == len(_features(StepShape())),
-                "step_time.path", str(path), "was written by another version", "fit it again with step_time.log=FILE")
+        require(document.format == _FORMAT
+                and len(model.coefficients) == len(_features(StepShape(), model.knots_tokens)),
+                "path", str(path), "was written by another version", "fit it again")
         return model
 
 
@@ -88,14 +94,18 @@ class _Document(msgspec.Struct, frozen=True):
     model: FittedStepTime
 
 
-def _features(shape: StepShape) -> list[float]:
+def _features(shape: StepShape, knots_tokens: Sequence[int]) -> list[float]:
     """What a step's time is a sum of multiples of."""
     num_tokens = shape.num_tokens
     chunk_keys = chunk_pairs = 0.0
     for chunk_tokens, num_computed in shape.chunks:
         chunk_keys += num_computed + chunk_tokens
         chunk_pairs += chunk_tokens * num_computed + chunk_tokens * (chunk_tokens + 1) / 2
-    layers = [float(min(num_tokens, knot)) for knot in _KNOTS_TOKENS]
-    return [1.0 if num_tokens else 0.0, *layers, float(num_tokens), float(shape.num_decodes + len(shape.chunks)),
-            float(shape.num_sampled), float(shape.decode_context_tokens), chunk_keys, chunk_pairs,
-            float(shape.num_swapped_blocks)]
+    return [1.0 if num_tokens else 0.0, *_between(num_tokens, knots_tokens),
+            float(shape.num_decodes + len(shape.chunks)), float(shape.num_sampled), float(shape.decode_context_tokens),
+            chunk_keys, chunk_pairs, float(shape.num_swapped_blocks)]
+
+
+def _between(num_tokens: float, knots_tokens: Sequence[int]) -> list[float]:
+    """How many of the tokens lie between each knot and the next, and beyond the last."""
+    return [min(max(num_tokens - low, 0.0), high - low) for low, high in pairwise((*knots_tokens, inf))]

@@ -80,7 +80,7 @@ class Timeline:
         """Take in one step."""
         if start_s > self.until_s:
             return
-        num_decodes = sum(item.num_tokens == 1 and item.samples for item in plan.items)
+        num_decodes = sum(item.is_decode for item in plan.items)
         self.steps.append(StepSpan(start_s, end_s, num_decodes, plan.num_tokens - num_decodes, plan.bound.value,
                                    len(plan.preempted), kv_blocks_used))
         self._preempted |= {request.request_id for request, _ in plan.preempted}
@@ -91,8 +91,7 @@ class Timeline:
                 was_waiting = not track.spans or item.request.request_id in self._preempted
                 track.add(Activity.waiting if was_waiting else Activity.idle, before_s, start_s)
             self._preempted.discard(item.request.request_id)
-            decodes = item.num_tokens == 1 and item.samples and item.start >= item.request.num_prompt
-            track.add(Activity.decode if decodes else Activity.prompt, start_s, end_s)
+            track.add(Activity.decode if item.is_decode else Activity.prompt, start_s, end_s)
 
     def requests(self) -> Iterator[tuple[RequestId, list[Span]]]:
         """Each request that was part of a step, in order of its first one."""

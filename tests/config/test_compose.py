@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from servekit.config.bench import AzureWorkloadConfig, TraceArrivalConfig
 from servekit.config.compose import compose, compose_bench, compose_serve, to_yaml
-from servekit.config.describe import COMPONENT_KIND, PRESET, Choice, Key, Required, Root
+from servekit.config.describe import COMPONENT_KIND, PRESET, Choice, Key, Required, Root, is_tuple, mapping_types
 from servekit.config.errors import ConfigError, show
 from servekit.config.origin import Composed, Layer
 from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig
@@ -89,8 +90,10 @@ def test_the_value_of_a_group_is_an_instance_of_the_chosen_component() -> None:
 
 def another_value(key: Key) -> Any:
     """A valid value that differs from the default, by type alone."""
-    if isinstance(key.default, dict):
-        return {"a": 1}
+    if types := mapping_types(key.annotation):
+        return {7 if types.name is int else "a": another_entry(types.value)}
+    if is_tuple(key.annotation):
+        return [*key.default, 1024] if isinstance(key.default, tuple) else [1024]
     if isinstance(key.default, bool):
         return not key.default
     if isinstance(key.default, Enum):
@@ -102,6 +105,24 @@ def another_value(key: Key) -> Any:
     if key.default is Required.required or "str" in str(key.annotation):
         return f"{key.default}x" if isinstance(key.default, str) else "other"
     return 2 if "int" in str(key.annotation) else 0.25
+
+
+def another_entry(annotation: Any) -> Any:
+    """A value for an entry of a mapping."""
+    if not dataclasses.is_dataclass(annotation):
+        return 1.0 if annotation is float else 1
+    assert isinstance(annotation, type)
+    return as_dict(annotation(**{f.name: 1.0 if "float" in str(f.type) else 1 for f in dataclasses.fields(annotation)
+                                 if f.default is dataclasses.MISSING}))
+
+
+def written(value: object) -> str:
+    """A value as it is written in an override."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{written(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else show(value)
 
 
 def choices_for(root: Root[Any], key: Key) -> list[str]:
@@ -117,12 +138,11 @@ def choices_for(root: Root[Any], key: Key) -> list[str]:
 
 @pytest.mark.parametrize(("root", "key"), [
     pytest.param(root, key, id=f"{root.name}-{key.name}") for root in (serve_root(), bench_root())
-    for key in root.keys.values() if key.last_part != COMPONENT_KIND])
+    for key in root.keys.values() if not key.chooses_component])
 def test_every_key_can_be_overridden_and_only_it_changes(root: Root[Any], key: Key) -> None:
     chosen = choices_for(root, key)
     before, value = compose(root, chosen).config, another_value(key)
-    text = "{a:1}" if isinstance(value, dict) else f'"{value}"' if isinstance(value, str) else show(value)
-    after = compose(root, [*chosen, f"{key.name}={text}"])
+    after = compose(root, [*chosen, f"{key.name}={written(value)}"])
     assert value_and_origin(after, key.name) == (value, "command line")
     changed = {name for name, kept in flatten(before).items() if flatten(after.config)[name] != kept}
     described_by_source = {"model.name", "model.sha256"} if key.name == "model.source" else set()
@@ -130,13 +150,14 @@ def test_every_key_can_be_overridden_and_only_it_changes(root: Root[Any], key: K
 
 
 def every_serve_value() -> dict[str, Any]:
-    return {key.name: another_value(key) for key in serve_root().keys.values()
-            if key.last_part != COMPONENT_KIND}
+    """A value for every key that the default components have."""
+    return {name: another_value(serve_root().keys[name]) for name in serve().origins
+            if not serve_root().keys[name].chooses_component}
 
 
 def test_every_key_can_be_set_in_the_environment() -> None:
     values = every_serve_value()
-    environ = {f"SERVEKIT__{key.upper().replace('.', '__')}": show(value) for key, value in values.items()}
+    environ = {f"SERVEKIT__{key.upper().replace('.', '__')}": written(value) for key, value in values.items()}
     composed = serve(environ=environ)
     for key, value in values.items():
         assert value_and_origin(composed, key) == (value, f"SERVEKIT__{key.upper().replace('.', '__')}")
@@ -144,10 +165,129 @@ def test_every_key_can_be_set_in_the_environment() -> None:
 
 def test_every_key_can_be_set_in_a_site_file(site: Any) -> None:
     values = every_serve_value()
-    path = site("".join(f"{key}: {show(value)}\n" for key, value in values.items()))
+    path = site(yaml.safe_dump(values))
     composed = serve(file=path)
     for key, value in values.items():
         assert value_and_origin(composed, key) == (value, str(path))
+
+
+# --- mappings and sequences ------------------------------------------------------------------------------------------
+
+class Reaction(Enum):
+    refuse = "refuse"
+    wait = "wait"
+
+
+@dataclass(frozen=True)
+class LimitConfig:
+    timeout_s: float | None = None
+    """Longest wait."""
+    reaction: Reaction = Reaction.refuse
+    """What then."""
+
+
+@dataclass(frozen=True)
+class QueueConfig:
+    limits: dict[int, LimitConfig] = field(default_factory=dict)
+    """By class."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """By tenant."""
+    slots: dict[int, int] = field(default_factory=lambda: {0: 4})
+    """By class."""
+    sizes: tuple[int, ...] = (1, 2)
+    """In order."""
+    optional_sizes: tuple[int, ...] | None = None
+    """The same, or none."""
+
+    def __post_init__(self) -> None:
+        for number, limit in self.limits.items():
+            if limit.timeout_s is not None and limit.timeout_s < 0:
+                raise ConfigError(f"limits.{number}.timeout_s", limit.timeout_s, "must not be negative", "raise it")
+
+
+def queue(tmp_path: Path, *overrides: str, site: str = "", **environ: str) -> Composed[QueueConfig]:
+    (tmp_path / "queue.yaml").write_text("defaults:\n  - _self_\n")
+    file = tmp_path / "site.yaml"
+    file.write_text(site or "{}")
+    root = Root("queue", QueueConfig, conf_dir=tmp_path)
+    return compose(root, overrides, file, {f"SERVEKIT__{name}": value for name, value in environ.items()})
+
+
+@pytest.mark.parametrize(("override", "expected"), [
+    ("limits.0.timeout_s=5", QueueConfig(limits={0: LimitConfig(5.0)})),
+    ("limits={0:{timeout_s:5,reaction:wait},-1:{}}",
+     QueueConfig(limits={0: LimitConfig(5.0, Reaction.wait), -1: LimitConfig()})),
+    ("limits.7={reaction:wait}", QueueConfig(limits={7: LimitConfig(reaction=Reaction.wait)})),
+    ("limits.7={}", QueueConfig(limits={7: LimitConfig()})),
+    ("weights.alice=2", QueueConfig(weights={"alice": 2.0})),
+    ("weights={alice:2,b.c@d:0.5}", QueueConfig(weights={"alice": 2.0, "b.c@d": 0.5})),
+    ("weights.12=3", QueueConfig(weights={"12": 3.0})),
+    ("slots.1=2", QueueConfig(slots={0: 4, 1: 2})),
+    ("slots={1:2}", QueueConfig(slots={1: 2})),
+    ("sizes=[4,8]", QueueConfig(sizes=(4, 8))),
+    ("sizes=[]", QueueConfig(sizes=())),
+    ("optional_sizes=[${sizes.1},3]", QueueConfig(optional_sizes=(2, 3))),
+])
+def test_mappings_and_sequences(tmp_path: Path, override: str, expected: QueueConfig) -> None:
+    assert queue(tmp_path, override).config == expected
+    key, _, value = override.partition("=")
+    assert queue(tmp_path, **{key.upper().replace(".", "__"): value}).config == expected
+
+
+def test_entries_from_several_layers_make_one_mapping(tmp_path: Path) -> None:
+    composed = queue(tmp_path, "limits.0.timeout_s=1", "limits.2.timeout_s=2",
+                     site="limits: {0: {timeout_s: 9, reaction: wait}, 1: {}}\nsizes: [3]\n", WEIGHTS__BOB="4")
+    assert composed.config == QueueConfig(
+        limits={0: LimitConfig(1.0, Reaction.wait), 1: LimitConfig(), 2: LimitConfig(2.0)},
+        weights={"bob": 4.0}, sizes=(3,))
+    assert str(composed.origins["limits"]) == f"{tmp_path / 'site.yaml'}, command line"
+    assert str(composed.origins["weights"]) == "SERVEKIT__WEIGHTS__BOB"
+    assert queue(tmp_path, "limits={5:{}}", site="limits: {0: {timeout_s: 9}}\n").config.limits == {5: LimitConfig()}
+    assert flatten(composed.config)["limits"] == {
+        0: {"timeout_s": 1.0, "reaction": "wait"}, 1: {"timeout_s": None, "reaction": "refuse"},
+        2: {"timeout_s": 2.0, "reaction": "refuse"}}
+    assert queue(tmp_path, site=to_yaml(composed.config)).config == composed.config
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("limits.0.timout_s=5", "limits.0.timout_s=5: there is no such key; did you mean limits.0.timeout_s?"),
+    ("limits={0:{timout_s:5}}", "limits.0.timout_s=5: there is no such key; did you mean limits.0.timeout_s?"),
+    ("limits.0.q=5", "limits.0.q=5: there is no such key; an entry has timeout_s, reaction"),
+    ("limits={0:{timeout_s:soon}}", "limits.0.timeout_s=soon: must be a number or null; the default is "
+                                    "limits.0.timeout_s=null"),
+    ("limits.0.reaction=wat", "limits.0.reaction=wat: must be one of refuse, wait; did you mean "
+                              "limits.0.reaction=wait?"),
+    ("limits.vip.timeout_s=5", "limits.vip.timeout_s=5: the name of this entry must be a whole number, not vip; "
+                               "for example 0"),
+    ("limits={vip:{}}", "limits.vip={}: the name of this entry must be a whole number, not vip; for example 0"),
+    ("limits=5", "limits=5: must be a mapping {whole number: settings {timeout_s, reaction}}; the default is "
+                 "limits={}"),
+    ("limits=${weights}", "limits=${weights}: must be a mapping {whole number: settings {timeout_s, reaction}}; "
+                          "the default is limits={}"),
+    ("limits.0=5", "limits.0=5: must be settings {timeout_s, reaction}; set limits.0.timeout_s=VALUE"),
+    ("limits.0.timeout_s=-1", "limits.0.timeout_s=-1.0: must not be negative; raise it"),
+    ("limits={0:{timeout_s:-1}}", "limits.0.timeout_s=-1.0: must not be negative; raise it"),
+    ("weights={12:3}", "weights.12=3: the name of this entry must be text, not 12; quote it"),
+    ("weights.alice=much", "weights.alice=much: must be a number; set weights.alice=VALUE"),
+    ("weights.a.b=1", "weights.a.b=1: an entry of weights is a number; write a name with a dot in it as "
+                      "weights={name: VALUE}"),
+    ("sizes=[4,x]", "sizes=[4, x]: must be a list [a, b], each a whole number; the default is sizes=[1, 2]"),
+    ("sizes=4", "sizes=4: must be a list [a, b], each a whole number; the default is sizes=[1, 2]"),
+    ("sizes=null", "sizes=null: must be a list [a, b], each a whole number; the default is sizes=[1, 2]"),
+    ("slots.0=${nothing}", "slots.0=${nothing}: Interpolation key 'nothing' not found; correct the ${...} in it"),
+])
+def test_a_wrong_entry_is_named(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        queue(tmp_path, override)
+    assert str(caught.value) == message
+
+
+def test_a_wrong_entry_names_the_layer_that_set_it(tmp_path: Path) -> None:
+    site = "limits: {0: {timeout_s: -1}}\n"
+    with pytest.raises(ConfigError, match=r"limits\.0\.timeout_s=-1\.0: must not be negative \(set by .*site\.yaml\)"):
+        queue(tmp_path, site=site)
+    with pytest.raises(ConfigError, match=r"limits\.0\.reaction=x: .*set by SERVEKIT__LIMITS__0__REACTION"):
+        queue(tmp_path, LIMITS__0__REACTION="x")
 
 
 # --- groups and presets ----------------------------------------------------------------------------------------------
@@ -161,14 +301,28 @@ def needed_beside(option: str) -> list[str]:
     return ["model.source=/a/model"] if option == "custom" else []
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize(("group", "option"), [pytest.param(*choice, id=f"{choice[0].name}={choice[1]}")
-                                               for choice in CHOICES])
-def test_every_preset_composes_with_every_option_and_loses_nothing(preset: str, group: Any, option: str) -> None:
-    composed = serve(f"+preset={preset}", f"{group.name}={option}", *needed_beside(option))
-    from_preset = [origin for origin in composed.origins.values() if origin.layer is Layer.preset]
-    assert from_preset and {str(origin) for origin in from_preset} == {f"conf/preset/{preset}.yaml"}
-    assert composed.dropped == ()
+@pytest.mark.parametrize(("number", "group", "option"), [
+    pytest.param(number, *choice, id=f"{choice[0].name}={choice[1]}") for number, choice in enumerate(CHOICES)])
+def test_presets_compose_with_every_option_or_say_why_not(number: int, group: Any, option: str) -> None:
+    """Each option with two presets, so that every preset meets several options."""
+    for preset in (PRESETS[number % len(PRESETS)], PRESETS[(5 * number + 3) % len(PRESETS)]):
+        try:
+            composed = serve(f"+preset={preset}", f"{group.name}={option}", *needed_beside(option))
+        except ConfigError as error:
+            assert error.key.startswith("scheduler.")
+            assert "\n" not in str(error)
+            assert group.name.startswith("scheduler/"), "only components contradict a preset"
+            continue
+        from_preset = [origin for origin in composed.origins.values() if origin.layer is Layer.preset]
+        assert from_preset and {str(origin) for origin in from_preset} == {f"conf/preset/{preset}.yaml"}
+        assert all(setting.key.startswith(f"{group.key}.") for setting in composed.dropped), "the replaced one's only"
+
+
+def test_a_preset_that_contradicts_an_override_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.batching\.kind=static: runs a batch to its end.*priority"):
+        serve("+preset=faster-transformer", "scheduler/policy=priority")
+    with pytest.raises(ConfigError, match=r"scheduler\.preemption\.kind=none: needs room for every request"):
+        serve("+preset=tgi", "scheduler/admission=on_demand")
 
 
 @pytest.mark.parametrize(("root", "name", "option"), [
@@ -178,6 +332,8 @@ def test_every_option_has_a_description_and_composes(root: Root[Any], name: str,
     group = next(group for group in root.groups.values() if group.name == name)
     assert next(o.doc for o in group.options if o.name == option)
     needed = [*needed_beside(option)]
+    if (name, option) == ("scheduler/preemption", "none"):
+        needed.append("scheduler/admission=worst_case")
     if option in ("azure", "mooncake"):
         needed.append("workload.path=x")
     if option == "trace":
@@ -294,12 +450,12 @@ def test_composing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     (["model.revision=12e4"], ["model.revision", "must be text", "quote it"]),
     (["engine.device=gpu"], ["engine.device=gpu", "one of auto, cpu, cuda"]),
     (["engine.device=cud"], ["did you mean engine.device=cuda?"]),
-    (["scheduler.prefix_cache=hsh"], ["scheduler.prefix_cache=hsh", "one of hash, none", "did you mean"]),
-    (["scheduler/prefix_cache=null"], ["one of hash, none"]),
-    (["scheduler.prefix_cache.kind=radix"], ["scheduler.prefix_cache.kind=radix", "one of none, hash"]),
+    (["scheduler.prefix_cache=hsh"], ["scheduler.prefix_cache=hsh", "one of hash, none, radix", "did you mean"]),
+    (["scheduler/prefix_cache=null"], ["one of hash, none, radix"]),
+    (["scheduler.prefix_cache.kind=tree"], ["scheduler.prefix_cache.kind=tree", "one of none, hash, radix"]),
     (["model=/a/folder"], ["model=/a/folder", "model.source=/a/folder"]),
     (["model=custom"], ["model.source=???", "must be given", "set model.source=VALUE"]),
-    (["+preset=fast"], ["preset=fast", "balanced, batch, interactive"]),
+    (["+preset=fast"], ["preset=fast", "balanced, batch, economy"]),
     (["scheduler=3"], ["scheduler=3", "section", "scheduler.max_num_seqs"]),
     (["model.source=/data/x=y"], ["/data/x=y", "grammar", """model.source='"/data/x=y"'"""]),
     (["model.source=~/m"], ["grammar", "quote it"]),
@@ -312,6 +468,14 @@ def test_composing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     (["scheduler.max_num_seqs=600"], ["scheduler.max_step_tokens=512", "at least scheduler.max_num_seqs=600"]),
     (["scheduler.prefill.chunk_tokens=600"], ["scheduler.prefill.chunk_tokens=600", "must not exceed"]),
     (["server.port=70000"], ["server.port=70000", "65535"]),
+    (["scheduler.admission.classes.2.queue_timeout_s=0"], ["scheduler.admission.classes.2.queue_timeout_s=0.0",
+                                                           "must be greater than 0"]),
+    (["scheduler.admission.classes={2:{max_queue_requests:0}}"], ["classes.2.max_queue_requests=0", "at least 1"]),
+    (["scheduler.tenants.quotas.bob.tokens_per_s=-1"], ["scheduler.tenants.quotas.bob.tokens_per_s=-1.0"]),
+    (["scheduler.tenants.key=cookie"], ["scheduler.tenants.key=cookie", "one of user, header"]),
+    (["scheduler.policy.quantum_s=1"], ["the chosen scheduler.policy has no such option",
+                                        "choose scheduler.policy=mlfq"]),
+    (["scheduler.policy.class_slots.0=2"], ["scheduler.policy.class_slots.0=2", "choose scheduler.policy=priority"]),
     (["hydra.run.dir=x"], ["hydra.run.dir", "no such key"]),
 ])
 def test_error(overrides: list[str], fragments: list[str]) -> None:
@@ -329,7 +493,7 @@ def test_error(overrides: list[str], fragments: list[str]) -> None:
     ("serverr: {port: 3}\n", ["serverr.port=3", "set by", "site.yaml", "did you mean server.port?"]),
     ("server: {port: x}\n", ["server.port=x", "whole number", "(set by", "site.yaml"]),
     ("server: {port: 70000}\n", ["server.port=70000", "65535 (set by", "site.yaml)"]),
-    ("scheduler: {policy: fast}\n", ["scheduler.policy=fast", "one of fifo", "site.yaml"]),
+    ("scheduler: {policy: fast}\n", ["scheduler.policy=fast", "one of fair, fifo, lpm", "site.yaml"]),
     ("scheduler: null\n", ["scheduler=null", "section"]),
     ("model: {name: 12}\n", ["model.name=12", "must be text", "quote"]),
 ])
@@ -356,7 +520,7 @@ def test_binary_file(tmp_path: Path) -> None:
     ("SERVEKIT__SERVER__PORT", "x", ["server.port=x", "(set by SERVEKIT__SERVER__PORT)"]),
     ("SERVEKIT__SERVER__PROT", "1", ["(set by SERVEKIT__SERVER__PROT)", "did you mean server.port?"]),
     ("SERVEKIT__MODEL__SOURCE", "/a=b", ["grammar", """SERVEKIT__MODEL__SOURCE='"/a=b"'"""]),
-    ("SERVEKIT__SCHEDULER__POLICY", "x", ["one of fifo", "(set by SERVEKIT__SCHEDULER__POLICY)"]),
+    ("SERVEKIT__SCHEDULER__POLICY", "x", ["one of fair, fifo, lpm", "(set by SERVEKIT__SCHEDULER__POLICY)"]),
     ("SERVEKIT__SCHEDULER__MAX_NUM_SEQS", "0", ["at least 1 (set by SERVEKIT__SCHEDULER__MAX_NUM_SEQS)"]),
 ])
 def test_error_in_the_environment(name: str, value: str, fragments: list[str]) -> None:
@@ -379,7 +543,7 @@ def test_options_of_another_component_are_unknown() -> None:
 
 
 def test_a_bad_interpolation_inside_a_mapping() -> None:
-    with pytest.raises(ConfigError, match=r"extra_body=.*nothing.*correct the \$\{\.\.\.\} in it"):
+    with pytest.raises(ConfigError, match=r"extra_body\.a=.*nothing.*correct the \$\{\.\.\.\} in it"):
         compose_bench(["extra_body={a:${nothing}}"])
 
 

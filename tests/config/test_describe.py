@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from servekit.config import bench, schema
+from servekit.config import bench, plan, roofline, schema
 from servekit.config.describe import Root, allowed_values, nearest, type_words
-from servekit.config.roots import bench_root, serve_root
+from servekit.config.roots import bench_root, plan_root, serve_root
 
 
 def fields_with_docstrings(module: Any) -> list[tuple[str, str, str | None]]:
@@ -26,7 +26,7 @@ def fields_with_docstrings(module: Any) -> list[tuple[str, str, str | None]]:
     return found
 
 
-FIELDS = [*fields_with_docstrings(schema), *fields_with_docstrings(bench)]
+FIELDS = [field for module in (schema, bench, plan, roofline) for field in fields_with_docstrings(module)]
 
 
 def test_the_source_was_read() -> None:
@@ -42,7 +42,7 @@ def test_every_field_has_a_docstring_and_its_unit_in_its_name(owner: str, name: 
     assert not (is_duration or measures_time) or name.endswith("_s"), f"{owner}.{name} is a time: name it {name}_s"
 
 
-@pytest.mark.parametrize("root", [serve_root(), bench_root()], ids=lambda root: root.name)
+@pytest.mark.parametrize("root", [serve_root(), bench_root(), plan_root()], ids=lambda root: root.name)
 def test_every_key_is_described(root: Root[Any]) -> None:
     assert [key.name for key in root.keys.values() if not key.doc] == []
 

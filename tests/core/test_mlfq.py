@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_a_request_that_was_not_served_for_long_is_served(starvation_s: float) -
     play(harness, short_ones_forever())
     served = [number for number, plan in enumerate(harness.plans)
               if any(item.request.request_id == "long" for item in plan.items)]
-    gaps = [later - earlier for earlier, later in zip(served, served[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(served)]
     assert starvation_s <= max(gaps) <= starvation_s + 3
 
 

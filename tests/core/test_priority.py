@@ -102,7 +102,7 @@ def test_nobody_runs_while_a_better_class_waits(seed: int, slots_for_best: int) 
 
 
 def step_without_inversion(harness: Harness, slots: int, slots_for_best: int) -> None:
-    requests = [request for request in harness.scheduler._requests.values()]
+    requests = list(harness.scheduler._requests.values())
     plan = harness.step()
     served = [item.request for item in plan.items]
     waiting = [request for request in requests if request not in served]

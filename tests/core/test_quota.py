@@ -71,12 +71,12 @@ def test_the_kind_decides_between_waiting_and_refusal() -> None:
 
 def test_full_buckets_are_forgotten() -> None:
     quotas = TenantQuotas({}, QuotaConfig(10.0, 100.0))
-    for index in range(100_000):
+    for index in range(20_000):
         use(quotas, f"tenant{index}", 20, now=float(index))
         quotas.check() if index % 1000 == 0 else None
     assert len(quotas._buckets) <= 1024
-    use(quotas, "last", 150, 100_000.0)
-    assert quotas.over_for_s("last", 100_000.0) == 5.0
+    use(quotas, "last", 150, 20_000.0)
+    assert quotas.over_for_s("last", 20_000.0) == 5.0
 
 
 @pytest.mark.parametrize(("make", "key"), [
@@ -110,7 +110,7 @@ def test_tenants_over_their_quota_come_last_each_part_by_rank(calls: list[tuple[
             use(quotas, f"t{tenant}", number, float(now))
         over = {name for name in ("t0", "t1") if quotas.over_for_s(name, float(now)) > 0}
         expected = sorted(members, key=lambda member: (
-            not member[1].has_begun and member[1].tenant in over, member[0]))  # noqa: B023 - used at once
+            not member[1].has_begun and member[1].tenant in over, member[0]))
         assert list(queue.in_order(float(now))) == [request for _, request in expected]
         assert len(queue) == len(members)
         assert all(request in queue for _, request in members)

@@ -20,7 +20,7 @@ from servekit.core.policy.vtc import VtcPolicy
 from servekit.core.quota import TenantQuotas
 from servekit.core.request import Request, RequestSpec, Status
 
-SEEDS = range(6)
+SEEDS = range(5)
 SLOTS = 3
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 LONGEST_PROMPT, LONGEST_OUTPUT = 24, 16
@@ -123,9 +123,9 @@ def largest_gap(observer: Observer, one: str, other: str, weights: Mapping[str, 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tenants_that_wait_get_equal_service_and_under_fifo_they_do_not(seed: int) -> None:
-    gaps = {"heavy": 0.8, "middle": 4.0, "light": 12.0}
-    specs = flood(random.Random(seed), gaps, 1500.0)
-    vtc, fifo = observe(VtcPolicyConfig(), specs, 1500.0), observe(FifoPolicyConfig(), specs, 1500.0)
+    gaps = {"heavy": 1.5, "middle": 5.0, "light": 12.0}
+    specs = flood(random.Random(seed), gaps, 400.0)
+    vtc, fifo = observe(VtcPolicyConfig(), specs, 400.0), observe(FifoPolicyConfig(), specs, 400.0)
     for one, other in combinations(gaps, 2):
         assert largest_gap(vtc, one, other) <= 2 * BOUND
     assert largest_gap(fifo, "heavy", "middle") > 2 * BOUND
@@ -133,8 +133,8 @@ def test_tenants_that_wait_get_equal_service_and_under_fifo_they_do_not(seed: in
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_tenant_that_waits_falls_behind_nobody(seed: int) -> None:
-    gaps = {"heavy": 0.8, "middle": 4.0, "light": 12.0}
-    vtc = observe(VtcPolicyConfig(), flood(random.Random(seed), gaps, 1500.0), 1500.0)
+    gaps = {"heavy": 1.5, "middle": 5.0, "light": 12.0}
+    vtc = observe(VtcPolicyConfig(), flood(random.Random(seed), gaps, 400.0), 400.0)
     for one, other in permutations(gaps, 2):
         for stretch in vtc.stretches([one]):
             peak = float("-inf")
@@ -146,8 +146,8 @@ def test_a_tenant_that_waits_falls_behind_nobody(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_weights_divide_the_service(seed: int) -> None:
-    gaps, weights = {"gold": 1.0, "iron": 1.0}, {"gold": 3.0}
-    vtc = observe(VtcPolicyConfig(), flood(random.Random(seed), gaps, 1500.0), 1500.0,
+    gaps, weights = {"gold": 2.0, "iron": 2.0}, {"gold": 3.0}
+    vtc = observe(VtcPolicyConfig(), flood(random.Random(seed), gaps, 400.0), 400.0,
                   tenants=TenantsConfig(weights=weights))
     assert largest_gap(vtc, "gold", "iron", weights) <= 2 * BOUND
     longest = max(vtc.stretches(gaps), key=len)
@@ -260,13 +260,18 @@ def test_who_joins_late_gets_one_turn_a_round_like_all() -> None:
 # Bookkeeping.
 
 def test_tenants_that_would_come_back_to_the_same_counter_are_forgotten() -> None:
-    harness = harness_of(VtcPolicyConfig(), slots=8)
-    for index in range(3000):
-        harness.add(make_spec(f"r{index}", range(4), 1, tenant=f"tenant{index}"))
-        if index % 8 == 7:
-            harness.step()
-    harness.drain()
-    assert len(tenants_of(harness)) < 1500
+    policy = VtcPolicy({}, TenantQuotas({}), 1.0, 2.0, True)
+    for index in range(10_000):
+        request = Request(make_spec(f"r{index}", 4, tenant=f"tenant{index}"), MAX_MODEL_LEN)
+        request.sequence_number = index
+        policy.push(request, 0.0)
+        policy.remove(request)
+        policy.started(request, 0.0)
+        policy.finished(request, 0.0)
+    assert len(policy.service_by_tenant) <= 1024
+    policy.push(newcomer := Request(make_spec("new", 4, tenant="tenant0"), MAX_MODEL_LEN), 0.0)
+    assert policy._tenants["tenant0"].counter == 10_000 * 4, "as if it had not been forgotten"
+    policy.remove(newcomer)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -17,8 +17,8 @@ from servekit.config.errors import ConfigError
 from servekit.model.loader import load_spec
 from servekit.model.local import LocalModel, ModelFileError, SourceKind
 from servekit.model.rope import inverse_frequencies
+from servekit.model.shapes import SHAPES
 from servekit.model.spec import Family, LinearScaling, Llama3Scaling, ModelSpec, YarnScaling
-from servekit.model.spec_dummy import SHAPES
 from servekit.model.spec_huggingface import spec_from_config
 
 SMOLLM2: dict[str, Any] = {
@@ -47,7 +47,9 @@ def test_a_plain_llama() -> None:
     assert spec().max_context_tokens == 8192
 
 
-@pytest.mark.parametrize(("shape", "billions"), [("smollm2-135m", 0.1345), ("llama-3-8b", 8.03), ("qwen3-0.6b", 0.596)])
+@pytest.mark.parametrize(("shape", "billions"), [
+    ("smollm2-135m", 0.1345), ("qwen3-0.6b", 0.596), ("llama-2-7b", 6.738), ("llama-2-70b", 68.977),
+    ("llama-3-8b", 8.030), ("llama-3-70b", 70.554), ("llama-3.1-8b", 8.030), ("llama-3.3-70b", 70.554)])
 def test_named_shapes_have_their_parameters(shape: str, billions: float) -> None:
     assert SHAPES[shape].num_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 

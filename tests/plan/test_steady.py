@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.plan.steady import MOST_DECODES, Lengths, SteadyReplica
-from servekit.sim.step_time import StepShape
+from servekit.sim.step_time import PromptChunk, StepShape
 
 DECODES = st.floats(0.001, 1e5)
 LENGTHS = st.builds(Lengths, st.floats(1, 20_000), st.floats(2, 5000))
@@ -42,8 +42,24 @@ def test_prompts_share_the_fixed_cost_of_a_step_as_far_as_they_fit() -> None:
     assert replica(Lengths(1000, 2), 8192).lone_prefill_s == pytest.approx(0.010 + 0.01)
 
 
+class Recording(StraightLine):
+    """Keeps the shapes that it was asked about."""
+
+    def __init__(self) -> None:
+        self.shapes: list[StepShape] = []
+
+    def step_s(self, shape: StepShape) -> float:
+        self.shapes.append(shape)
+        return super().step_s(shape)
+
+
 def test_a_prompt_longer_than_a_step_takes_several() -> None:
-    assert replica(Lengths(1000, 2), 400).prefill_s == pytest.approx(3 * 0.010 + 0.01)
+    """Each reads what the ones before it computed, and only the last samples."""
+    step_time = Recording()
+    steady = SteadyReplica(step_time, Lengths(1000, 2), prefill_batch_tokens=400, block_size_tokens=16)
+    assert steady.prefill_s == pytest.approx(3 * 0.010 + 0.01)
+    assert [(*shape.chunks, shape.num_sampled) for shape in step_time.shapes] == [
+        (PromptChunk(400, 0), 0), (PromptChunk(400, 400), 0), (PromptChunk(200, 800), 1)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -52,6 +52,8 @@ class Script:
     """Before the first event, in addition."""
     refusal: FinishReason | None = None
     """The only event."""
+    retry_after_s: float | None = None
+    """Of a refusal."""
     fail_after: int | None = None
     """Events until the request fails with `failure`."""
     failure: FinishReason = FinishReason.error
@@ -125,7 +127,8 @@ class FakeEngine:
         """Send the events of one request."""
         await asyncio.sleep(script.first_delay_s)
         if script.refusal is not None:
-            self._deliver(RequestEvent(spec.request_id, finish=script.refusal, message=script.message))
+            self._deliver(RequestEvent(spec.request_id, finish=script.refusal, message=script.message,
+                                       retry_after_s=script.retry_after_s))
             return
         ids, finish = _output(spec, script)
         groups = [ids[start:start + script.tokens_per_event] for start in range(0, len(ids), script.tokens_per_event)]

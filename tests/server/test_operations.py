@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import openai
@@ -10,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config.schema import Config, GenerationDefaults, ModelConfig
 from servekit.core.request import FinishReason
+from servekit.core.stats import Service
 from servekit.engine.client import EngineState
-from servekit.engine.messages import EngineStats, StepRecord
+from servekit.engine.messages import Breakdown, EngineStats, StepRecord
 from servekit.server.lifecycle import Phase
 from server.fake_engine import LiveServer, Script, fake_config, live_server, serving_of
 from server.raw_http import get, get_json, post, request
@@ -191,7 +193,9 @@ def test_the_log_has_facts_and_no_text(server: LiveServer, caplog: pytest.LogCap
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"]
 COUNTERS = ["prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
             "prompt_tokens_by_source", "prompt_tokens_recomputed", "request_success", "admission_rejections", "steps",
-            "http_requests"]
+            "http_requests", "preemptions_by_kind", "swapped_blocks",
+            *(f"{scope}_{what}" for scope in ("class", "tenant")
+              for what in ("started_requests", "queue_seconds", "prompt_tokens", "generation_tokens"))]
 HISTOGRAMS = ["time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
               "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
               "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
@@ -252,7 +256,7 @@ def test_steps_become_gauges_and_counters() -> None:
     with live_server() as server:
         first = EngineStats(num_running=3, num_waiting=2, kv_blocks_used=16, kv_blocks_total=64, num_steps_total=5,
                             prompt_tokens_total=40, cached_tokens_total=16, prefix_queries_total=64,
-                            preemptions_total=1, recomputed_tokens_total=4, bound_total={"sequences": 5},
+                            preemptions_total=1, recomputed_tokens_total=4, breakdown=Breakdown({"sequences": 5}),
                             schedule_s_total=0.001, execute_s_total=0.2, update_s_total=0.002)
         server.call(lambda: server.engine.step(first, StepRecord(40, 3, 4, 0.2)))
         assert sample(server, "num_requests_running") == 3
@@ -272,11 +276,36 @@ def test_steps_become_gauges_and_counters() -> None:
         assert sample(server, "kv_cache_usage_perc") == 0
         assert sample(server, "prompt_tokens_by_source_total", source="local_compute") == 40
         assert sample(server, "iteration_tokens_total_count") == 1
-        restarted = EngineStats(num_steps_total=1, prompt_tokens_total=10, bound_total={"sequences": 1})
+        restarted = EngineStats(num_steps_total=1, prompt_tokens_total=10, breakdown=Breakdown({"sequences": 1}))
         server.call(lambda: server.engine.step(restarted, None))
         assert sample(server, "prompt_tokens_by_source_total", source="local_compute") == 50
         assert sample(server, "steps_total", bound="sequences") == 6
         assert sample(server, "iteration_tokens_total_count") == 1
+
+
+def test_what_classes_and_tenants_got_is_counted() -> None:
+    with live_server() as server:
+        first = Breakdown(preemptions={"swap": 2, "pause": 1}, classes={"0": Service(2, 3.0, 40, 5)},
+                          tenants={"alice": Service(1, 1.0, 30, 4), "": Service(1, 2.0, 10, 1)})
+        stats = EngineStats(num_steps_total=1, swapped_out_blocks_total=7, swapped_in_blocks_total=3, breakdown=first)
+        server.call(lambda: server.engine.step(stats, None))
+        server.call(lambda: server.engine.step(dataclasses.replace(stats, num_steps_total=2), None))
+        assert sample(server, "preemptions_by_kind_total", kind="swap") == 2
+        assert sample(server, "swapped_blocks_total", direction="out") == 7
+        assert sample(server, "swapped_blocks_total", direction="in") == 3
+        assert sample(server, "class_queue_seconds_total", priority="0") == 3.0
+        assert sample(server, "class_started_requests_total", priority="0") == 2
+        assert sample(server, "tenant_prompt_tokens_total", tenant="alice") == 30
+        assert sample(server, "tenant_generation_tokens_total", tenant="alice") == 4
+        second = Breakdown(tenants={"alice": Service(3, 1.5, 90, 14), "other": Service(1, 0.0, 1, 1)})
+        server.call(lambda: server.engine.step(dataclasses.replace(stats, num_steps_total=3, breakdown=second), None))
+        assert sample(server, "tenant_queue_seconds_total", tenant="alice") == 1.5
+        assert sample(server, "tenant_generation_tokens_total", tenant="alice") == 14
+        assert sample(server, "tenant_started_requests_total", tenant="other") == 1
+        again = EngineStats(num_steps_total=1, breakdown=Breakdown(tenants={"alice": Service(1, 0.5, 10, 1)}))
+        server.call(lambda: server.engine.step(EngineStats(), None))
+        server.call(lambda: server.engine.step(again, None))
+        assert sample(server, "tenant_prompt_tokens_total", tenant="alice") == 100, "a restarted engine adds to it"
 
 
 def test_buckets_reach_down_to_a_millisecond(server: LiveServer) -> None:

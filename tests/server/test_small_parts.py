@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from servekit.engine.messages import EngineStats
+from servekit.engine.messages import Breakdown, EngineStats
 from servekit.server.intake import seed_of_choice
 from servekit.server.logs import JsonFormatter, TextFormatter
 from servekit.server.metrics import Metrics, counted_from, one_two_five
@@ -53,6 +53,8 @@ def test_the_statistics_line() -> None:
                       generation_tokens_total=60, prefix_queries_total=150, cached_tokens_total=25, preemptions_total=2)
     assert throughput_line(last, now, 10.0) == (
         "prompt 20.0 tok/s, output 5.0 tok/s, running 3, waiting 1, KV 25%, prefix hits 25%, preempted 2")
+    swapped = dataclasses.replace(now, swapped_out_blocks_total=5, swapped_in_blocks_total=3)
+    assert throughput_line(now, swapped, 10.0).endswith("KV 25%, swapped 5 blocks out and 3 in")
     assert throughput_line(now, now, 10.0) == "prompt 0.0 tok/s, output 0.0 tok/s, running 3, waiting 1, KV 25%"
 
 
@@ -73,18 +75,18 @@ def test_statistics_are_silent_when_idle_and_survive_a_restart(caplog: pytest.Lo
 
 
 GROWING = ["num_steps_total", "prompt_tokens_total", "cached_tokens_total", "prefix_queries_total",
-           "recomputed_tokens_total", "generation_tokens_total", "preemptions_total", "schedule_s_total",
-           "execute_s_total", "update_s_total"]
+           "recomputed_tokens_total", "generation_tokens_total", "preemptions_total", "swapped_out_blocks_total",
+           "swapped_in_blocks_total", "schedule_s_total", "execute_s_total", "update_s_total"]
 
 
 @pytest.mark.parametrize("name", GROWING)
 def test_a_total_that_fell_belongs_to_another_engine(name: str) -> None:
-    last = EngineStats(**dict.fromkeys(GROWING, 5), bound_total={"tokens": 5})
-    grown = EngineStats(**dict.fromkeys(GROWING, 6), bound_total={"tokens": 6})
+    last = EngineStats(**dict.fromkeys(GROWING, 5), breakdown=Breakdown(bounds={"tokens": 5}))
+    grown = EngineStats(**dict.fromkeys(GROWING, 6), breakdown=Breakdown(bounds={"tokens": 6}))
     assert counted_from(last, grown) is last
     assert counted_from(last, last) is last
     assert counted_from(last, dataclasses.replace(grown, **{name: 4})) == EngineStats()
-    assert counted_from(last, dataclasses.replace(grown, bound_total={"sequences": 9})) == EngineStats()
+    assert counted_from(last, dataclasses.replace(grown, breakdown=Breakdown(bounds={"sequences": 9}))) == EngineStats()
     assert counted_from(EngineStats(), EngineStats()) == EngineStats()
 
 
@@ -99,10 +101,11 @@ class EveryReading(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def work(self, num_steps: int, num_tokens: int) -> None:
-        bounds = {"tokens": self._now.bound_total.get("tokens", 0) + num_steps}
+        assert self._now.breakdown is not None
+        bounds = {"tokens": self._now.breakdown.bounds.get("tokens", 0) + num_steps}
         self._now = dataclasses.replace(
             self._now, num_steps_total=self._now.num_steps_total + num_steps,
-            prompt_tokens_total=self._now.prompt_tokens_total + num_tokens, bound_total=bounds)
+            prompt_tokens_total=self._now.prompt_tokens_total + num_tokens, breakdown=Breakdown(bounds))
         self._computed += num_tokens
         self._steps += num_steps
         self._metrics.observe_step(self._now, None)

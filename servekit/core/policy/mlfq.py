@@ -35,7 +35,7 @@ class MlfqPolicy(KeyedPolicy):
     at the back of the first level whose quantum its prompt fits in (skip-join), and goes down to the front of the
     next. One on a better level takes the place of a running one on a lower level.
 
-    Who has not been served for `starvation_s` goes to the front of the top level, the one that waited longest first.
+    Who has not been served for `starvation_s` comes first on the top level, the one that waited longest before others.
     It keeps the quantum of the level that it was on, and goes down from there: quanta grow until they last for what
     has to be computed again after a preemption, however short `starvation_s` is.
     """
@@ -61,7 +61,8 @@ class MlfqPolicy(KeyedPolicy):
         return 0 if progress.is_promoted else progress.level
 
     def key(self, request: Request) -> Rank:
-        return (self.level_of(request), self._progress[request.request_id].place)
+        progress = self._progress[request.request_id]
+        return (self.level_of(request), not progress.is_promoted, progress.place)
 
     def push(self, request: Request, now: float) -> None:
         progress = self._progress.get(request.request_id)
@@ -114,14 +115,11 @@ class MlfqPolicy(KeyedPolicy):
         return next(level for level in itertools.count() if self._quantum(level) >= prefill_s)
 
     def _promote_starving(self, now: float) -> None:
-        """Move those that have waited too long to the front of the top level."""
+        """Move those that have waited too long to the top level."""
         if self._starvation_s is None:
             return
-        due = []
         while (first := self._starving.first()) is not None and first.rank[0] + self._starvation_s <= now:
-            due.append(first.request)
-            self.remove(first.request)
-        for request in reversed(due):  # Each goes before the one that waited less.
-            progress = self._progress[request.request_id]
-            progress.is_promoted, progress.used_s, progress.place = True, 0.0, next(self._fronts)
+            request, progress = first.request, self._progress[first.request.request_id]
+            self.remove(request)
+            progress.is_promoted, progress.used_s, progress.place = True, 0.0, next(self._backs)
             super().push(request, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from itertools import chain
 
 from servekit.core.policy.queue import Rank, RequestHeap
 from servekit.core.quota import TenantQuotas
@@ -73,5 +73,13 @@ class QuotaQueue:
 
 
 def _merged(heaps: Iterable[RequestHeap]) -> Iterator[Request]:
-    entries = heapq.merge(*(heap.entries() for heap in heaps), key=attrgetter("rank"))
-    return (entry.request for entry in entries)
+    """The requests of all these heaps by rank. Unlike heapq.merge, this opens a heap only when its turn comes."""
+    heads = [(first.rank, heap.entries()) for heap in heaps if (first := heap.first()) is not None]
+    heapq.heapify(heads)
+    while heads:
+        _, entries = heapq.heappop(heads)
+        for entry in entries:
+            if heads and heads[0][0] < entry.rank:
+                heapq.heappush(heads, (entry.rank, chain([entry], entries)))
+                break
+            yield entry.request
