@@ -141,7 +141,7 @@ COMMANDS: Mapping[str, Command] = {
     "bench": Command(f"servekit bench {SETTINGS_USAGE}",
                      "Load any OpenAI-compatible server and measure what its users see.", _bench),
     "tune": Command("servekit tune SLO.yaml [key=value ...]",
-                    "Search the settings that hold an objective at the highest load, on this device, and prove it.",
+                    "Find the settings that hold an objective at the highest load.",
                     _tune),
     "simulate": Command(f"servekit simulate {SETTINGS_USAGE}",
                         "Run the scheduler on a virtual clock and measure what users would see.", _simulate),

@@ -13,7 +13,13 @@ from servekit.config.policy import (
     PriorityPolicyConfig,
     SrtfPolicyConfig,
 )
-from servekit.config.preemption import NoPreemptionConfig, PreemptionConfig
+from servekit.config.preemption import (
+    NoPreemptionConfig,
+    PreemptionConfig,
+    RecomputePreemptionConfig,
+    SwapPreemptionConfig,
+    VictimRule,
+)
 from servekit.config.prefill import PrefillConfig
 from servekit.config.prefix_cache import NoPrefixCacheConfig, PrefixCacheConfig
 
@@ -28,6 +34,12 @@ def contradiction(batching: BatchingConfig, policy: PolicyConfig, prefill: Prefi
             "scheduler.batching.kind", batching.kind.value,
             f"runs a batch to its end, and scheduler.policy.kind={policy.kind.value} takes running requests' places",
             "set scheduler/batching=continuous or a policy that preempts nobody, such as fifo")
+    if (takes_places and isinstance(preemption, RecomputePreemptionConfig | SwapPreemptionConfig)
+            and preemption.victim is not VictimRule.policy):
+        return ConfigError(
+            "scheduler.preemption.victim", preemption.victim.value,
+            f"may stop a request that scheduler.policy.kind={policy.kind.value} puts before others",
+            "set scheduler.preemption.victim=policy")
     if isinstance(preemption, NoPreemptionConfig):
         if takes_places:
             return ConfigError(

@@ -18,6 +18,8 @@ class Bound(Enum):
     kv_blocks = "kv_blocks"
     batching = "batching"
     """Requests wait for their batch: to fill, for its time, or for the running batch to end."""
+    prefill = "prefill"
+    """It is the decodes' turn: prompts wait for theirs."""
     policy = "policy"
     """Requests wait because of the policy or for a prefix that another request is computing."""
 

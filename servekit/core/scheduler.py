@@ -168,7 +168,9 @@ class Scheduler:
         for request in found:
             self._remove(request, now)
         events = [_closing(request, reason, message, now) for request in found]
-        return self._abort_held(request_ids, reason, message, now) + self._give_out(events, now) if self._held else events
+        if not self._held:
+            return events
+        return self._abort_held(request_ids, reason, message, now) + self._give_out(events, now)
 
     def abort_all(self, now: float, reason: FinishReason, message: str) -> list[RequestEvent]:
         """End every request that is here."""
@@ -182,7 +184,7 @@ class Scheduler:
         draft = _Draft(self._max_step_tokens)
         decodes, prompts = self._split_running()
         turn = self._parts.prefill.turn(len(decodes), len(prompts), len(self._waiting))
-        bound = Bound.nothing_waiting
+        bound = Bound.prefill if self._waiting else Bound.nothing_waiting
         if turn is not Turn.prompts:
             self._plan_decodes(decodes, draft, now)
         if turn is not Turn.decodes or not draft.items:

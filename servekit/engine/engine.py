@@ -153,5 +153,14 @@ class Engine:
 
 
 def _record(plan: Plan, duration_s: float) -> StepRecord:
-    num_decodes = sum(1 for item in plan.items if item.samples and item.num_tokens == 1)
-    return StepRecord(plan.num_tokens - num_decodes, num_decodes, len(plan.items), duration_s)
+    num_decodes = num_sampled = context_tokens = 0
+    chunks = []
+    for item in plan.items:
+        num_sampled += item.samples
+        if item.num_tokens > 1:
+            chunks.append((item.num_tokens, item.start))
+        else:
+            num_decodes += item.samples
+            context_tokens += item.start + 1
+    return StepRecord(plan.num_tokens - num_decodes, num_decodes, len(plan.items), duration_s, context_tokens,
+                      tuple(chunks), num_sampled, len(plan.swap_out) + len(plan.swap_in))

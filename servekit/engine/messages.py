@@ -111,6 +111,13 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     num_decode_tokens: int
     num_requests: int
     duration_s: float
+    decode_context_tokens: int = 0
+    """Keys that the requests with a single token read, their own included."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """Of each request with several tokens: how many, and how many were computed before them."""
+    num_sampled: int = 0
+    num_swapped_blocks: int = 0
+    """KV blocks copied to the host and back."""
 
 
 # Client to engine.

@@ -28,7 +28,6 @@ from servekit.sim.gpus import GPUS
 from servekit.sim.replica import Replica
 from servekit.sim.step_time import PromptChunk, RooflineStepTime, StepShape, StepTimeModel
 
-
 _LONGEST_GAP_S = 0.005
 """Between the end of a step and the next plan of an engine that has work; more means that it waited for requests."""
 

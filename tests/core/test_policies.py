@@ -72,6 +72,17 @@ def test_the_request_that_was_just_given_may_be_removed(ranks: list[int], remove
     assert list(heap.in_order(0.0)) == [request for place, request in enumerate(expected) if place not in removed]
 
 
+def test_what_is_left_over_of_removed_requests_is_cleared_away() -> None:
+    heap = RequestHeap()
+    stays = request_of(make_spec("stays", 1))
+    heap.push(stays, (-1, 0))
+    for index in range(1000):
+        heap.push(request := request_of(make_spec(f"r{index}", 1)), (0, index))
+        heap.remove(request)
+    assert len(heap._heap) <= 2 + 64 + 1
+    assert list(heap.in_order(0.0)) == [stays]
+
+
 # Predictions.
 
 def test_an_oracle_is_the_requests_own_word_and_its_limit_without_one() -> None:
@@ -208,6 +219,13 @@ def test_nobody_loses_its_place_right_after_a_start() -> None:
     assert [start.at_s for start in starts] == [0.0, 7.0]
 
 
+def test_nobody_loses_its_place_right_after_it_went_on() -> None:
+    """The long one has run for 10 s, gives way for 5 s, goes on at 15 s, and cannot give way again before 22 s."""
+    shorts = [make_spec(f"short{at_s:g}", 8, 5, arrived_s=at_s, predicted=5) for at_s in (10.0, 16.0)]
+    starts = play(harness_of(srtf(min_run=7)), [make_spec("long", 8, 50, predicted=50), *shorts])
+    assert [start.at_s for start in starts] == [0.0, 10.0, 22.0]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_places_do_not_change_to_and_fro(seed: int) -> None:
     rng = random.Random(seed)
@@ -246,7 +264,7 @@ def test_lpm_is_fifo_while_more_wait_than_it_ranks() -> None:
 
 # All of them.
 
-@pytest.mark.parametrize("policy", [sjf(20.0), LpmPolicyConfig(), VtcPolicyConfig(),
+@pytest.mark.parametrize("policy", [sjf(0.0), LpmPolicyConfig(), VtcPolicyConfig(),
                                     PriorityPolicyConfig(preempt=False)], ids=lambda policy: policy.kind.value)
 def test_a_request_that_lost_its_memory_comes_before_later_ones(policy: PolicyConfig) -> None:
     """Two that fit one by one and not together: the second gives way, and no newcomer passes it."""

@@ -205,7 +205,7 @@ def test_a_failed_request_ends_alone() -> None:
     h = Harness(make_scheduler())
     h.add(make_spec("a", 4), make_spec("b", 4))
     plan = h.scheduler.schedule(0.0)
-    sampled = answer(plan).sampled
+    sampled = h.device.execute(plan).sampled
     del sampled[RequestId("a")]
     events = h.scheduler.update(plan, StepResult(sampled, failed={RequestId("a"): "NaN"}), 1.0)
     assert [(e.request_id, e.finish and e.finish.value, e.message) for e in events] == [

@@ -17,7 +17,7 @@ from servekit.config.policy import (
 )
 from servekit.config.preemption import SwapPreemptionConfig, VictimRule
 from servekit.config.prefill import ChunkedPrefillConfig
-from servekit.config.prefix_cache import NoPrefixCacheConfig
+from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig
 from servekit.config.schema import SchedulerConfig
 from servekit.core.build import build_scheduler
 from servekit.core.kv import KVManager
@@ -38,7 +38,7 @@ def make_scheduler(num_blocks: int, num_host_blocks: int, policy: PolicyConfig |
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_step_tokens=64, policy=policy or FifoPolicyConfig(),
         prefill=ChunkedPrefillConfig(chunk_tokens=None), preemption=SwapPreemptionConfig(),
-        prefix_cache=NoPrefixCacheConfig())
+        prefix_cache=HashPrefixCacheConfig() if isinstance(policy, LpmPolicyConfig) else NoPrefixCacheConfig())
     return build_scheduler(config, num_blocks, BLOCK, MAX_MODEL_LEN, num_host_blocks)
 
 
