@@ -42,6 +42,8 @@ class Command:
     usage: str
     doc: str
     run: Callable[[Sequence[str]], int]
+    guide: str | None = None
+    """Module whose TEXT explains the rest."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +100,10 @@ def _tune(words: Sequence[str]) -> int:
     return int(import_module("servekit.tuner.command").run(words))
 
 
+def _verify(words: Sequence[str]) -> int:
+    return int(import_module("servekit.tuner.certificate").main(words))
+
+
 def _plan(words: Sequence[str]) -> int:
     composed = _compose(ROOTS["plan"](), words)
     from servekit.plan.command import render
@@ -131,7 +137,8 @@ def _help(words: Sequence[str]) -> int:
     command = _command(words[0])
     if words[0] in ROOTS:
         return _print(command_help(ROOTS[words[0]](), command.usage, command.doc, style))
-    return _print(f"{command.doc}\n\n{style.bold('usage')}: {command.usage}")
+    guide = "" if command.guide is None else f"\n\n{import_module(command.guide).TEXT}"
+    return _print(f"{command.doc}\n\n{style.bold('usage')}: {command.usage}{guide}")
 
 
 SETTINGS_USAGE = "[FILE.yaml] [key=value | group=option ...]"
@@ -140,9 +147,11 @@ COMMANDS: Mapping[str, Command] = {
                      "Start an engine and its OpenAI-compatible server.", _serve),
     "bench": Command(f"servekit bench {SETTINGS_USAGE}",
                      "Load any OpenAI-compatible server and measure what its users see.", _bench),
-    "tune": Command("servekit tune SLO.yaml [key=value ...]",
+    "tune": Command("servekit tune FILE.yaml [key=value ...]",
                     "Find the settings that hold an objective at the highest load.",
-                    _tune),
+                    _tune, "servekit.tuner.guide"),
+    "verify": Command("servekit verify CERTIFICATE.json",
+                      "Compute a tuning's statistics again from its raw logs.", _verify),
     "simulate": Command(f"servekit simulate {SETTINGS_USAGE}",
                         "Run the scheduler on a virtual clock and measure what users would see.", _simulate),
     "plan": Command("servekit plan [FILE.yaml] [key=value ...]",

@@ -9,6 +9,7 @@ import pytest
 
 from servekit.config.compose import compose, compose_bench, compose_plan, compose_serve
 from servekit.config.roots import ROOTS
+from servekit.tuner.settings import find_file, read_settings
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("experiments/*/README.md")]
@@ -39,7 +40,7 @@ def test_commands_compose(document: Path) -> None:
         if not found or "..." in line or "…" in line or "NAME" in line:
             continue
         command, words = found[1], found[2].split()
-        assert command in {"serve", "bench", "simulate", "plan", "config", "completion", "help"}, line
+        assert command in {"serve", "bench", "tune", "verify", "simulate", "plan", "config", "completion", "help"}, line
         overrides = [word for word in words if "=" in word]
         if command in {"serve", "config"}:
             compose_serve(overrides)
@@ -49,6 +50,8 @@ def test_commands_compose(document: Path) -> None:
             compose(ROOTS["simulate"](), overrides)
         elif command == "plan" and overrides:
             compose_plan(overrides)
+        elif command == "tune" and not words[0].startswith("--"):
+            read_settings(find_file(words[0]), words[1:])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -85,6 +85,7 @@ def test_kernels_import_torch_alone() -> None:
 
 
 def test_the_tuner_knows_the_engine_by_its_client_alone() -> None:
+    """Requests and messages are what a client speaks, and the model's files must be there before an engine starts."""
     allowed = ("servekit.tuner", "servekit.config", "servekit.load", "servekit.sim", "servekit.engine.client",
                "servekit.engine.process_client", "servekit.engine.messages", "servekit.core.request",
                "servekit.model.local", "servekit.model.source")

@@ -18,7 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from servekit.config.bench import TraceWorkloadConfig
 from servekit.config.errors import require
 from servekit.config.simulate import SimulateConfig
-from servekit.core.build import build_scheduler
 from servekit.core.plan import Plan
 from servekit.core.scheduler import Scheduler
 from servekit.load.arrivals import schedule
@@ -56,8 +55,7 @@ def simulate(config: SimulateConfig, console: Console) -> Run:
     engine = engine_model(config)
     total = check_trace(config, limits)
     _check_lengths(config, engine, limits, seed)
-    scheduler = build_scheduler(config.scheduler, engine.num_kv_blocks, engine.block_size_tokens,
-                                engine.max_model_len, engine.num_host_blocks)
+    scheduler = engine.scheduler(config.scheduler)
     timeline = Timeline(config.timeline_s) if config.perfetto or config.timeline else None
     workload = ConfiguredWorkload(config.workload, Vocabulary(config.vocab_low, config.vocab_high), seed)
     simulation = Simulation(schedule(workload, config.arrival, seed), scheduler, engine.step_time, limits,

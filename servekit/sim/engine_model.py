@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from servekit.config.errors import ConfigError, require
+from servekit.config.schema import SchedulerConfig
 from servekit.config.simulate import (
     FittedStepTimeConfig,
     RooflineStepTimeConfig,
     SimulateConfig,
     SimulatedMemoryConfig,
 )
+from servekit.core.build import build_scheduler
+from servekit.core.scheduler import Scheduler
 from servekit.engine.step_log import (
     ItemRecord,
     Opened,
@@ -43,6 +46,11 @@ class EngineModel:
     num_host_blocks: int
     block_size_tokens: int
     max_model_len: int
+
+    def scheduler(self, config: SchedulerConfig) -> Scheduler:
+        """A fresh scheduler for its KV cache. Raises ConfigError for settings that contradict the engine's limits."""
+        return build_scheduler(config, self.num_kv_blocks, self.block_size_tokens, self.max_model_len,
+                               self.num_host_blocks)
 
 
 def engine_model(config: SimulateConfig) -> EngineModel:

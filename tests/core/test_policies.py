@@ -267,10 +267,11 @@ def test_lpm_is_fifo_while_more_wait_than_it_ranks() -> None:
 @pytest.mark.parametrize("policy", [sjf(0.0), LpmPolicyConfig(), VtcPolicyConfig(),
                                     PriorityPolicyConfig(preempt=False)], ids=lambda policy: policy.kind.value)
 def test_a_request_that_lost_its_memory_comes_before_later_ones(policy: PolicyConfig) -> None:
-    """Two that fit one by one and not together: the second gives way, and no newcomer passes it."""
+    """Two that fit one by one and not together: the second gives way, and no newcomer passes it, be it shorter or
+    with a longer cached prefix."""
     harness = harness_of(policy, slots=2, num_blocks=17, prefix_cache=True)
-    specs = [make_spec("a", 20, 30, predicted=30), make_spec("b", 20, 30, predicted=30),
-             *(make_spec(f"later{index}", 4, 2, arrived_s=5.0 + index, predicted=2) for index in range(5))]
+    specs = [make_spec("a", range(28), 22, predicted=22), make_spec("b", 20, 30, predicted=30),
+             *(make_spec(f"later{index}", range(28), 2, arrived_s=5.0 + index, predicted=2) for index in range(5))]
     play(harness, specs)
     assert harness.scheduler.stats.preemptions >= 1
     resumed = next(step for step, plan in enumerate(harness.plans) if plan.preempted)

@@ -11,7 +11,9 @@ from core.traces import harness_of, names, overtakings, play, random_specs
 from servekit.config.batching import StaticBatchingConfig
 from servekit.config.policy import PriorityPolicyConfig
 from servekit.core.plan import PreemptionKind
-from servekit.core.request import RequestSpec
+from servekit.core.policy.priority import PriorityPolicy
+from servekit.core.policy.queue import RequestHeap
+from servekit.core.request import Request, RequestSpec
 
 SEEDS = range(8)
 
@@ -75,6 +77,17 @@ def test_who_lost_its_place_goes_on_before_later_ones_of_its_class() -> None:
     harness.add(make_spec("high", 4, 3, priority=0), make_spec("later", 4, 3, priority=1))
     order = [harness.step().items[0].request.request_id for _ in range(34)]
     assert order == ["high"] * 3 + ["low"] * 29 + ["later"] * 2
+
+
+def test_within_a_class_those_that_have_begun_come_first() -> None:
+    """Also before those that arrived earlier and were passed over."""
+    policy = PriorityPolicy(RequestHeap(), True, {}, False, None)
+    names_and_states = [("earlier", 1, None), ("begun", 1, 0.0), ("better", 0, None)]
+    for number, (name, priority, scheduled_s) in enumerate(names_and_states):
+        request = Request(make_spec(name, 4, priority=priority), 64)
+        request.sequence_number, request.scheduled_s = number, scheduled_s
+        policy.push(request, 1.0)
+    assert [request.request_id for request in policy.in_order(1.0)] == ["better", "begun", "earlier"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

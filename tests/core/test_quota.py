@@ -171,7 +171,8 @@ def test_it_has_its_place_again_when_its_bucket_has_filled() -> None:
 def test_a_cached_prefix_makes_up_for_no_quota() -> None:
     shared = range(100, 120)
     harness = harness_of(LpmPolicyConfig(), tenants=soft(0.01), prefix_cache=True)
-    specs = [make_spec("first", shared, 5, tenant="greedy"), make_spec("again", shared, 5, tenant="greedy", arrived_s=1.0),
+    specs = [make_spec("first", shared, 5, tenant="greedy"),
+             make_spec("again", shared, 5, tenant="greedy", arrived_s=1.0),
              make_spec("other", 20, 5, tenant="modest", arrived_s=2.0)]
     assert names(play(harness, specs)) == ["first", "other", "again"]
     assert harness.scheduler.stats.cached_tokens == 16

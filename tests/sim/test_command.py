@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from servekit.config.bench import BenchConfig, SloConfig
+from servekit.config.bench import BenchConfig
 from servekit.core.plan import BlockCopy, Bound
 from servekit.core.request import RequestId
 from servekit.engine.step_log import ItemRecord, Opened, Planned, StepLogFile, Updated
-from servekit.load.report import Run, document_head, row
 from servekit.load.records import RequestRecord
+from servekit.load.report import Run, document_head
 
 SMALL = ("num_requests=40", "arrival.rate_per_s=20", "seed=5")
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.config.errors import ConfigError
+from servekit.config.roofline import GpuName
 from servekit.core.plan import BlockCopy, Bound
 from servekit.core.request import RequestId
 from servekit.engine.step_log import Added, ItemRecord, Opened, Planned, Record, StepLogFile, Updated
@@ -20,7 +21,6 @@ from servekit.sim.fitted import FittedStepTime, TimedStep
 from servekit.sim.gpus import GPUS
 from servekit.sim.replica import Replica
 from servekit.sim.step_time import PromptChunk, RooflineStepTime, StepShape
-from servekit.config.roofline import GpuName
 
 ENGINE = Opened({}, num_kv_blocks=100, num_host_blocks=0, block_size_tokens=16, max_model_len=1024)
 
@@ -184,5 +184,5 @@ def test_what_is_no_log_is_refused(content: bytes | None, tmp_path: Path) -> Non
     path = tmp_path / "steps.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match="step_time.log=.*is not a step log"):
+    with pytest.raises(ConfigError, match=r"step_time\.log=.*is not a step log"):
         read_timed_steps(path)

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.config.admission import OnDemandAdmissionConfig
+from servekit.config.admission import OnDemandAdmissionConfig, Reserve, WorstCaseAdmissionConfig
+from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig, StaticBatchingConfig
 from servekit.config.bench import LognormalWorkloadConfig, PoissonArrivalConfig, SloConfig
 from servekit.config.policy import LpmPolicyConfig
 from servekit.config.prefill import ChunkedPrefillConfig, PrefillConfig, WholePrefillConfig
 from servekit.config.schema import SchedulerConfig
 from servekit.core.build import build_scheduler
+from servekit.core.plan import Plan
 from servekit.load.arrivals import schedule
 from servekit.load.driver import Limits
 from servekit.load.records import RequestRecord
@@ -183,3 +185,23 @@ def test_a_rounded_sample_is_a_sample_to_four_digits() -> None:
     assert ours.count == truth.count
     assert ours.mean == pytest.approx(truth.mean, rel=1e-3)
     assert ours.percentiles == pytest.approx(truth.percentiles, rel=6e-4)
+
+
+@pytest.mark.parametrize("batching", [ContinuousBatchingConfig(), StaticBatchingConfig(max_batch_delay_ms=0)])
+def test_a_stated_limit_is_not_the_length(batching: BatchingConfig) -> None:
+    """Answers end by themselves where they want to, and the scheduler knows no more of them than the limit."""
+    lengths = [3, 40, 1, 17]
+    scheduler = config(batching=batching, admission=WorstCaseAdmissionConfig(reserve=Reserve.max_tokens))
+    engine = build_scheduler(scheduler, 4096, 16, 4096)
+    held: list[int] = []
+
+    def watch(plan: Plan, start_s: float, end_s: float) -> None:
+        held.extend(len(item.request.block_ids) for item in plan.items if item.request.block_ids)
+
+    requests = [request(i, 16, length) for i, length in enumerate(lengths)]
+    records = list(Simulation(requests, engine, LinearStepTime(), Limits(), watch, max_tokens=64).run())
+    by_index = sorted(records, key=lambda record: record.index)
+    assert [record.num_output_tokens for record in by_index] == lengths
+    assert {record.finish_reason for record in records} == {"stop"}
+    assert all(record.failure is None for record in records)
+    assert set(held) == {(16 + 64) // 16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -103,8 +104,8 @@ def test_spans_cover_a_request_from_arrival_to_end_without_gaps() -> None:
     for record in records:
         spans = tracks[str(record.index)]  # type: ignore[index]
         assert spans[0].start_s == pytest.approx(record.intended_s) and spans[-1].end_s == record.ended_s
-        assert all(before.end_s == after.start_s for before, after in zip(spans, spans[1:], strict=False))
-        assert all(before.activity is not after.activity for before, after in zip(spans, spans[1:], strict=False))
+        assert all(before.end_s == after.start_s for before, after in itertools.pairwise(spans))
+        assert all(before.activity is not after.activity for before, after in itertools.pairwise(spans))
 
 
 def test_only_the_beginning_is_kept() -> None:
@@ -152,7 +153,7 @@ def test_perfetto_has_each_step_once_and_its_counters(tmp_path: Path) -> None:
     steps = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert len(steps) == len(timeline.steps)
     assert all(before["ts"] + before["dur"] <= after["ts"] + 0.002
-               for before, after in zip(steps, steps[1:], strict=False))
+               for before, after in itertools.pairwise(steps))
     blocks = [event["args"]["blocks"] for event in events if event["name"] == "KV blocks used"]
     assert blocks == [step.kv_blocks_used for step in timeline.steps]
     assert max(blocks) > 0

@@ -1,0 +1,191 @@
+"""The second measurement, on a fake engine of known capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from servekit.config.schema import Config
+from servekit.tuner.confirmation import Confirmation, Confirmed, Finalist, Progress, Rules, plan_time, round_s
+from servekit.tuner.executor import EngineFailed
+from servekit.tuner.judgement import Role
+from servekit.tuner.measure import Measurement, Problem
+from servekit.tuner.trial import Ending
+from tuner_runs import PLAN, SLO, FakeEngine, config_with
+
+RULES = Rules(num_requests=150)
+CAPACITY = {8: 5.0, 16: 10.0, 32: 10.5, 64: 7.0}
+"""Requests per second by max_num_seqs: what the fake engine can do."""
+
+
+def capacity(config: Config) -> float:
+    return CAPACITY[config.scheduler.max_num_seqs]
+
+
+def finalist(name: str, num_seqs: int, rate_per_s: float, role: Role = Role.tuned) -> Finalist:
+    return Finalist(name, role, config_with(num_seqs), rate_per_s)
+
+
+DEFAULT = finalist("default", 8, 2.5, Role.default)
+BEST = finalist("trial 5", 16, 6.0)
+
+
+def confirm(engine: FakeEngine, *finalists: Finalist, rules: Rules = RULES,
+            on_progress: Callable[[Progress], None] = lambda _: None) -> Confirmed:
+    return Confirmation(SLO, finalists, engine, rules, on_progress).run()
+
+
+def test_there_and_back_on_the_same_requests_with_the_default_beside_the_leader(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    confirmed = confirm(engine, BEST, DEFAULT, rules=Rules(150, max_rounds=1))
+    assert [(seqs, rate) for seqs, rate, _ in engine.calls] == [
+        (16, 6.0), (8, 6.0), (8, 2.5), (8, 2.5), (8, 6.0), (16, 6.0)]
+    assert [stream for *_, stream in engine.calls] == ["confirm 1"] * 3 + ["confirm 2"] * 3
+    judgement = confirmed.judgement
+    assert judgement.winner == "trial 5"
+    assert judgement.find("trial 5").confirmed_per_s == 6.0
+    default = judgement.find("default")
+    assert (default.confirmed_per_s, default.failed_per_s) == (2.5, 6.0)
+    assert judgement.ratio is not None
+    assert (judgement.ratio.value, judgement.ratio.low, judgement.ratio.high) == (6.0 / 2.5, 1.0, None)
+    ttft = judgement.differences[0]
+    assert (ttft.promise, ttft.num_pairs, ttft.rate_per_s) == ("ttft.p95", 300, 6.0)
+    assert ttft.winner_missed <= 15 < ttft.default_missed
+    assert ttft.high is not None and ttft.high < 0, "the winner misses less, beyond chance"
+
+
+def test_the_default_climbs_until_it_fails_so_that_the_ratio_is_not_flattered(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    judgement = confirm(engine, BEST, DEFAULT, rules=Rules(150, max_rounds=12)).judgement
+    default = judgement.find("default")
+    assert default.confirmed_per_s is not None and default.failed_per_s is not None
+    assert 2.5 < default.confirmed_per_s < default.failed_per_s <= default.confirmed_per_s * 1.08
+    assert judgement.ratio is not None and judgement.ratio.low is not None and judgement.ratio.value is not None
+    assert judgement.ratio.low == 6.0 / default.failed_per_s > 1.0
+    rates = [rate for seqs, rate, _ in engine.calls if seqs == 16]
+    assert set(rates) == {6.0}, "the winner had nothing more to show"
+
+
+def test_a_candidate_steps_down_on_new_arrivals_until_it_holds(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    lucky = finalist("trial 9", 16, 10.4)
+    judgement = confirm(engine, lucky, DEFAULT, rules=Rules(150, step=0.2, max_rounds=8)).judgement
+    rates = [(rate, stream) for seqs, rate, stream in engine.calls if seqs == 16]
+    assert len({rate for rate, _ in rates}) > 1
+    assert len({stream for _, stream in rates}) == len(rates), "no arrivals are used twice"
+    winner = judgement.find("trial 9")
+    assert judgement.winner == "trial 9" and winner.confirmed_per_s is not None
+    assert winner.confirmed_per_s < 10.0 < winner.rates[-1].rate_per_s
+    assert winner.failed_per_s is not None and winner.failed_per_s > winner.confirmed_per_s
+    assert judgement.ratio is not None and judgement.ratio.high is not None
+
+
+def test_only_the_candidate_with_the_highest_rate_is_measured(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    worse = finalist("trial 3", 64, 4.0)
+    judgement = confirm(engine, worse, BEST, DEFAULT).judgement
+    assert judgement.winner == "trial 5"
+    assert 64 not in {seqs for seqs, *_ in engine.calls}
+
+
+def test_when_the_leader_falls_the_next_one_is_measured(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    boaster, next_one = finalist("trial 3", 64, 9.0), finalist("trial 5", 16, 8.6)
+    judgement = confirm(engine, boaster, next_one, DEFAULT, rules=Rules(150, max_rounds=9)).judgement
+    assert judgement.winner == "trial 5"
+    failed = judgement.find("trial 3")
+    assert failed.confirmed_per_s is None and [found.rate_per_s for found in failed.rates] == [9.0]
+    assert failed.rates[0].num_runs == 1, "who failed on the way there is not measured on the way back"
+
+
+def test_the_default_wins_a_tie_and_then_the_ratio_is_one(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, lambda config: 10.0)
+    judgement = confirm(engine, finalist("trial 1", 16, 3.0), finalist("default", 8, 3.0, Role.default)).judgement
+    assert judgement.winner == "default"
+    assert judgement.ratio is not None and judgement.ratio.value == 1.0
+    assert judgement.differences == ()
+
+
+def test_nothing_holds(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, lambda config: 0.1)
+    judgement = confirm(engine, BEST, DEFAULT, rules=Rules(150, max_rounds=2)).judgement
+    assert judgement.winner is None and judgement.ratio is None
+    worst = judgement.find("default").rates[0]
+    assert not worst.holds and worst.promises[0].is_disproven and worst.promises[1].is_proven
+
+
+def test_an_engine_that_dies_is_out_and_the_others_go_on(tmp_path: Path) -> None:
+    class Dying(FakeEngine):
+        def measure_at(self, config: Config, rate_per_s: float, num_requests: int, stream: str, *, cold: bool,
+                       stops_early: bool) -> tuple[Measurement, Path]:
+            if config.scheduler.max_num_seqs == 32:
+                raise EngineFailed(Ending.crashed, "boom")
+            return super().measure_at(config, rate_per_s, num_requests, stream, cold=cold, stops_early=stops_early)
+
+    confirmed = confirm(Dying(tmp_path, capacity), finalist("trial 2", 32, 9.0), BEST, DEFAULT)
+    assert confirmed.judgement.winner == "trial 5"
+    assert confirmed.failures == {"trial 2": "crashed: boom"}
+
+
+def test_a_bad_measurement_is_repeated_and_never_counts(tmp_path: Path) -> None:
+    bad = set[tuple[int, str]]()
+
+    def once(config: Config, stream: str) -> list[Problem]:
+        key = (config.scheduler.max_num_seqs, stream)
+        is_first = key not in bad
+        bad.add(key)
+        return [Problem.machine_busy] if is_first and stream == "confirm 1" else []
+
+    confirmed = confirm(FakeEngine(tmp_path, capacity, problems=once), BEST, rules=Rules(150, max_rounds=1))
+    assert confirmed.judgement.winner == "trial 5" and len(confirmed.runs) == 3
+    assert confirmed.judgement.find("trial 5").rates[0].num_runs == 2
+
+    always = FakeEngine(tmp_path / "b", capacity, problems=lambda config, stream: [Problem.drift])
+    confirmed = confirm(always, BEST)
+    assert confirmed.judgement.winner is None and len(always.calls) == 2
+    assert confirmed.failures["trial 5"] == "could not be measured well in 2 attempts: drift"
+
+
+def test_who_does_not_survive_the_attack_cannot_win(tmp_path: Path) -> None:
+    confirmed = confirm(FakeEngine(tmp_path, capacity), BEST, DEFAULT)
+    judgement = confirmed.attacked(SLO, {"trial 5": False})
+    assert judgement.winner == "default" and judgement.find("trial 5").survives_attack is False
+
+
+def test_the_plan_of_time_covers_the_first_round(tmp_path: Path) -> None:
+    finalists = (BEST, DEFAULT, finalist("thumb", 64, 3.0, Role.rule_of_thumb))
+    plan = plan_time(finalists, RULES, start_s=5.0, warmup_requests=PLAN.warmup_requests, drain_s=1.0)
+    engine = FakeEngine(tmp_path, capacity)
+    confirm(engine, *finalists, rules=Rules(150, max_rounds=1))
+    assert plan.num_runs == len(engine.calls) == 8
+    one_way_s = 152 / 6.0 * 2 + 152 / 2.5 + 152 / 3.0 + 4 * 6.0
+    assert plan.first_round_s == pytest.approx(2 * one_way_s)
+    assert plan.at_most_s > 4 * plan.first_round_s
+
+
+def test_progress_counts_the_runs_and_tells_how_they_ended(tmp_path: Path) -> None:
+    seen = list[Progress]()
+    confirm(FakeEngine(tmp_path, capacity), BEST, DEFAULT, rules=Rules(150, max_rounds=1), on_progress=seen.append)
+    assert [(told.run, told.num_runs, told.holds) for told in seen if told.holds is not None] == [
+        (1, 6, True), (2, 6, False), (3, 6, True), (4, 6, True), (5, 6, False), (6, 6, True)]
+
+
+def test_no_new_round_begins_without_time(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    asked = list[float]()
+
+    def may_begin_round() -> bool:
+        asked.append(round_s(confirmation.entered, RULES, start_s=5.0, warmup_requests=2, drain_s=1.0))
+        return False
+
+    confirmation = Confirmation(SLO, (BEST, DEFAULT), engine, RULES, may_begin_round=may_begin_round)
+    confirmation.run()
+    assert {stream for *_, stream in engine.calls} == {"confirm 1", "confirm 2"}
+    assert asked == [pytest.approx(2 * (6.0 + 152 / (2.5 / 0.93)))], "only the default would be measured"
+
+
+def test_names_tell_finalists_apart(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one name"):
+        Confirmation(SLO, (BEST, BEST), FakeEngine(tmp_path, capacity), RULES)

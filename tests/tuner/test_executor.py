@@ -1,0 +1,170 @@
+"""Candidates on real engine processes: hot where weights can stay, cold where not, and whatever a candidate does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.helpers import CACHE_DIR, dummy_model
+from servekit.config.bench import BenchConfig, FixedWorkloadConfig, PoissonArrivalConfig
+from servekit.config.compose import compose_serve
+from servekit.config.resolve import config_hash
+from servekit.tuner.executor import EngineExecutor, EngineFailed, RunLength
+from servekit.tuner.load_plan import LoadPlan
+from servekit.tuner.measure import Tolerance
+from servekit.tuner.run_log import read_run
+from servekit.tuner.slo import Slo, parse_slo
+from servekit.tuner.trial import Candidate, Ending, Outcome
+from servekit.tuner.verdict import Verdict
+
+BASE = ("model.source=dummy:tiny", "model.max_model_len=256", "engine.threads=1", "memory.num_kv_blocks=256")
+LOOSE, IMPOSSIBLE = parse_slo({"ttft": {"p50": "60s"}}), parse_slo({"ttft": {"p50": "1us"}, "tpot": {"p50": "60s"}})
+BENCH = BenchConfig(workload=FixedWorkloadConfig(prompt_tokens=32, output_tokens=6), arrival=PoissonArrivalConfig())
+QUIET_ENOUGH = Tolerance(busy_share=None, slowdown=None)
+
+
+def make_executor(folder: Path, slo: Slo) -> EngineExecutor:
+    executor = EngineExecutor(dummy_model(), CACHE_DIR, slo, LoadPlan(BENCH, 5, 1, 60.0), RunLength(12, 0.0), folder,
+                              QUIET_ENOUGH)
+    executor.start_per_s = 50.0
+    return executor
+
+
+@pytest.fixture
+def executor(tmp_path: Path) -> Iterator[EngineExecutor]:
+    executor = make_executor(tmp_path, LOOSE)
+    yield executor
+    executor.close()
+
+
+def candidate(number: int, *overrides: str) -> Candidate:
+    config = compose_serve([*BASE, *overrides]).config
+    return Candidate(number, {}, overrides, config, config_hash(config))
+
+
+def warmth(outcome: Outcome) -> str:
+    assert outcome.ending is Ending.measured, outcome.facts
+    return str(outcome.facts["warm"])
+
+
+def engine_processes() -> list[int]:
+    """Processes of engines that this one has started."""
+    found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "servekit.engine.process"], capture_output=True,
+                           text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def test_an_engine_lives_as_long_as_its_weights_can_stay(executor: EngineExecutor) -> None:
+    assert warmth(executor.run(candidate(0))) == "cold"
+    (first,) = engine_processes()
+    assert warmth(executor.run(candidate(1, "scheduler.max_num_seqs=3", "memory.block_size_tokens=8"))) == "hot"
+    assert engine_processes() == [first]
+    assert warmth(executor.run(candidate(2, "engine.threads=2"))) == "cold"
+    assert engine_processes() != [first]
+    executor.always_cold = lambda: frozenset({"scheduler.max_num_seqs"})
+    assert warmth(executor.run(candidate(3, "engine.threads=2", "scheduler.max_num_seqs=3"))) == "cold"
+    assert warmth(executor.run(candidate(4, "engine.threads=2", "scheduler.max_num_seqs=3",
+                                         "scheduler.max_step_tokens=384"))) == "hot"
+
+
+def test_the_log_of_every_run_is_kept(executor: EngineExecutor, tmp_path: Path) -> None:
+    outcome = executor.run(candidate(7))
+    runs = [read_run(tmp_path / run["log"]) for run in outcome.facts["runs"]]
+    assert [run.stream for run in runs] == [f"trial 7 run {i}" for i in range(len(runs))]
+    assert [run.rate_per_s for run in runs] == [run["rate_per_s"] for run in outcome.facts["runs"]]
+    assert all(run.config_hash == candidate(7).config_hash for run in runs)
+    held = [run.rate_per_s for run in runs if run.verdict == Verdict.holds.value]
+    assert outcome.rate_per_s == max(held) == executor.incumbent_per_s
+    assert sum(outcome.facts["bound"].values()) > 0
+
+
+def test_the_incumbent_is_where_the_next_one_begins(executor: EngineExecutor) -> None:
+    first, second = executor.run(candidate(0)), executor.run(candidate(1, "scheduler.max_num_seqs=3"))
+    assert first.facts["runs"][0]["rate_per_s"] == 50.0
+    assert second.facts["runs"][0]["rate_per_s"] == first.rate_per_s > 50.0
+
+
+def test_what_holds_nowhere_says_which_promise_is_broken(tmp_path: Path) -> None:
+    executor = make_executor(tmp_path, IMPOSSIBLE)
+    try:
+        outcome = executor.run(candidate(0))
+        assert outcome.ending is Ending.measured and outcome.rate_per_s == 0 and executor.incumbent_per_s == 0
+        assert outcome.violations["ttft.p50"] > 0 >= outcome.violations["tpot.p50"]
+    finally:
+        executor.close()
+
+
+def test_settings_that_the_engine_refuses_are_illegal_and_it_goes_on(executor: EngineExecutor) -> None:
+    refused = candidate(1, "scheduler/prefill=whole", "scheduler.max_step_tokens=64")
+    assert executor.run(refused).ending is Ending.illegal, "on a fresh engine"
+    assert engine_processes() == []
+    assert warmth(executor.run(candidate(2))) == "cold"
+    outcome = executor.run(refused)
+    assert outcome.ending is Ending.illegal and "scheduler.max_step_tokens" in outcome.facts["error"]
+    assert warmth(executor.run(candidate(3))) == "hot"
+
+
+def test_what_does_not_fit_the_memory_is_out_of_memory(executor: EngineExecutor) -> None:
+    huge = candidate(1, "memory.num_kv_blocks=1000000000")
+    for _ in range(2):
+        outcome = executor.run(huge)
+        assert outcome.ending is Ending.out_of_memory_at_start and "memory.num_kv_blocks" in outcome.facts["error"]
+        assert executor.run(candidate(2)).ending is Ending.measured
+
+
+def test_an_engine_that_dies_under_load_ends_its_trial_only(executor: EngineExecutor, tmp_path: Path) -> None:
+    assert warmth(executor.run(candidate(0))) == "cold"
+    num_logs = len(list(tmp_path.glob("*.json")))
+
+    def kill_after_the_first_run() -> None:
+        while len(list(tmp_path.glob("*.json"))) == num_logs:
+            time.sleep(0.005)
+        for process_id in engine_processes():
+            os.kill(process_id, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_after_the_first_run)
+    killer.start()
+    outcome = executor.run(candidate(1, "scheduler.max_num_seqs=3"))
+    killer.join()
+    assert outcome.ending is Ending.crashed and outcome.facts["error"]
+    assert warmth(executor.run(candidate(2))) == "cold"
+
+
+def test_an_engine_that_died_between_trials_is_started_again(executor: EngineExecutor) -> None:
+    executor.run(candidate(0))
+    for process_id in engine_processes():
+        os.kill(process_id, signal.SIGKILL)
+    assert warmth(executor.run(candidate(1))) == "cold"
+
+
+def test_an_engine_that_takes_too_long_to_start_is_hung(executor: EngineExecutor) -> None:
+    assert executor.run(candidate(0, "engine.startup_timeout_s=0.05")).ending is Ending.hung
+    assert engine_processes() == []
+
+
+def test_a_single_measurement_raises_what_a_trial_would_tell(executor: EngineExecutor) -> None:
+    with pytest.raises(EngineFailed) as caught:
+        executor.facts_of(candidate(0, "memory.num_kv_blocks=1000000000").config)
+    assert caught.value.ending is Ending.out_of_memory_at_start
+    measured, path = executor.measure_at(candidate(0).config, 40.0, 12, "alone", cold=True, stops_early=False)
+    assert measured.holds and len(read_run(path).measured) == 12
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    executor = make_executor(tmp_path, LOOSE)
+    executor.facts_of(candidate(0).config)
+    assert len(engine_processes()) == 1
+    executor.close()
+    assert engine_processes() == []
+
+
+def test_a_run_lasts_but_not_longer_than_its_trace() -> None:
+    assert [RunLength(100, 10.0).at(rate) for rate in (1.0, 10.0, 30.5)] == [100, 100, 305]
+    assert [RunLength(100, 10.0, available=200).at(rate) for rate in (1.0, 15.0, 30.5)] == [100, 150, 200]

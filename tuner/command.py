@@ -1,0 +1,245 @@
+"""`servekit tune`: search on the real device, confirm on arrivals that the search never saw, and emit what won."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from servekit.config.errors import ConfigError, require
+from servekit.config.resolve import as_dict, config_hash
+from servekit.config.schema import Config
+from servekit.engine.client import StartError
+from servekit.engine.messages import EngineFacts
+from servekit.load.metrics import RequestLatencies
+from servekit.model.local import LocalModel, ModelFileError
+from servekit.model.source import default_cache_dir, fetch
+from servekit.tuner.adviser import Adviser
+from servekit.tuner.baseline import START_SHARE, look_at_base, refuse_impossible
+from servekit.tuner.default_space import Facts
+from servekit.tuner.display import print_advice, print_plan, print_trial, shown_values
+from servekit.tuner.executor import EngineExecutor, EngineFailed, RunLength, Warm
+from servekit.tuner.grammar import parse_space
+from servekit.tuner.hot_audit import HotAudit, Repeat, changed_knobs
+from servekit.tuner.load_plan import LoadPlan
+from servekit.tuner.measure import Tolerance
+from servekit.tuner.outcome import conclude
+from servekit.tuner.run_log import read_run
+from servekit.tuner.settings import Settings, find_file, read_settings
+from servekit.tuner.space import Space, Value
+from servekit.tuner.study import Identity, Origin, TuningStudy, open_study
+from servekit.tuner.trial import Candidate, Ending, Outcome
+
+RUNS = "runs"
+_MOST_INVALID = 6
+"""Disturbed measurements in a row after which going on is a waste of time."""
+
+
+class ExitCode(IntEnum):
+    """What the shell is told."""
+
+    ok = 0
+    configuration = 2
+    startup_failure = 3
+    nothing_holds = 4
+    interrupted = 130
+
+
+def run(argv: Sequence[str]) -> int:
+    """Tune as the file and the words after it say; returns the exit status.
+
+    Raises ConfigError for what cannot be honoured, before anything in the run folder is touched.
+    """
+    require(bool(argv) and "=" not in argv[0], "file", argv[0] if argv else None, "must be a tuning file",
+            "for example servekit tune slo.yaml, or one of conf/slo/")
+    console = Console()
+    settings = read_settings(find_file(argv[0]), argv[1:])
+    local = _fetch(settings.base)
+    try:
+        with _executor(settings, local) as executor:
+            return _tune(settings, local, executor, console)
+    except StartError as error:
+        print(f"servekit: {error}", file=sys.stderr)
+        return ExitCode.startup_failure
+
+
+def _tune(settings: Settings, local: LocalModel, executor: EngineExecutor, console: Console) -> int:
+    started_s = time.monotonic()
+    adviser = Adviser(settings.slo, executor.plan, executor.length, settings.study.seed)
+    executor.on_run = adviser.learn
+    baseline = look_at_base(settings, executor, console)
+    refuse_impossible(settings.slo, baseline.single)
+    facts = Facts(os.cpu_count() or 1, baseline.facts.device.startswith("cuda"), baseline.facts.max_model_len)
+    space = parse_space(settings.search, settings.base, facts)
+    executor.start_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
+    identity = _identity(settings, space, baseline.facts)
+    with open_study(settings.folder, settings.study, identity, space, settings.slo.names, settings.assemble) as study:
+        _record(settings)
+        print_plan(settings, space, baseline, len(study.trials), console)
+        study.bury_the_dead()
+        _enqueue_known(settings, study)
+        clock = _Clock(started_s, settings.budget.minutes * 60)
+        try:
+            _search(settings, executor, study, HotAudit(space, settings.study.seed), adviser, clock, console)
+        except KeyboardInterrupt:
+            console.print("\nstopped; everything measured so far is kept, and the same command goes on from here")
+            return ExitCode.interrupted
+        is_held = conclude(settings, executor, study, space, baseline.facts, local, lambda: clock.left_s(0.0), console)
+    return ExitCode.ok if is_held else ExitCode.nothing_holds
+
+
+# --- before the search ------------------------------------------------------------------------------------------------
+
+def _fetch(base: Config) -> LocalModel:
+    console = Console(stderr=True)
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console,
+                  transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("model files")
+        try:
+            return fetch(base.model, default_cache_dir(os.environ),
+                         lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total))
+        except ModelFileError as error:
+            raise StartError(str(error)) from error
+
+
+@contextmanager
+def _executor(settings: Settings, local: LocalModel) -> Iterator[EngineExecutor]:
+    budget = settings.budget
+    plan = LoadPlan(settings.bench, settings.study.seed, budget.warmup_requests, budget.timeout_s)
+    executor = EngineExecutor(local, default_cache_dir(os.environ), settings.slo, plan,
+                              RunLength(budget.requests, budget.min_run_s, plan.available), settings.folder / RUNS,
+                              Tolerance(budget.max_busy_share, budget.max_slowdown))
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def _identity(settings: Settings, space: Space, facts: EngineFacts) -> Identity:
+    workload = config_hash(settings.bench)
+    return Identity(space=space.fingerprint, slo=settings.slo.fingerprint, workload=workload,
+                    model=f"{facts.model_name} {facts.dtype} {facts.quantization}", device=facts.device)
+
+
+def _record(settings: Settings) -> None:
+    """Keep the tuning file's values beside what comes of them."""
+    text = msgspec.json.format(msgspec.json.encode(
+        {"settings": settings.values, "base": as_dict(settings.base)}, enc_hook=str))
+    (settings.folder / "settings.json").write_bytes(text)
+
+
+def _enqueue_known(settings: Settings, study: TuningStudy) -> None:
+    """The base configuration first, then what the craft starts from."""
+    study.enqueue(settings.base, Origin.base)
+    with suppress(ConfigError):  # It may be outside a search space of the user's own.
+        study.enqueue(settings.assemble(RULE_OF_THUMB), Origin.rule_of_thumb)
+
+
+RULE_OF_THUMB = ("scheduler.max_num_seqs=128", "scheduler.max_step_tokens=512", "scheduler/batching=continuous",
+                 "scheduler/policy=fifo", "scheduler/prefill=chunked", "scheduler.prefill.chunk_tokens=256",
+                 "scheduler/prefix_cache=hash")
+"""Where practitioners begin: a large batch, continuous, chunks of 256, a prefix cache."""
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Clock:
+    """How much of the budget is used."""
+
+    started_s: float
+    budget_s: float
+
+    def left_s(self, kept_share: float) -> float:
+        """Seconds left for the search when a share of the budget is kept for what comes after."""
+        return self.budget_s * (1 - kept_share) - (time.monotonic() - self.started_s)
+
+
+def _search(settings: Settings, executor: EngineExecutor, study: TuningStudy, audit: HotAudit, adviser: Adviser,
+            clock: _Clock, console: Console) -> None:
+    """Trials until the time or their number is used up."""
+    started_with: Mapping[str, Value] = audit.space.active(audit.space.start)
+    num_invalid = 0
+    executor.incumbent_per_s = max((trial.rate_per_s for trial in study.shortlist(1)), default=0.0)
+    executor.always_cold = audit.demoted
+    adviser.recall(study.trials)
+    while clock.left_s(settings.budget.confirm_share) > 0 and not _is_enough(settings, study):
+        candidate = study.ask()
+        if candidate is None:
+            console.print("every configuration of the space has been measured", highlight=False)
+            return
+        outcome = _tried(executor, study, adviser, candidate, console)
+        study.tell(candidate, outcome)
+        num_invalid = num_invalid + 1 if outcome.ending is Ending.invalid else 0
+        print_trial(study, candidate, outcome, clock.left_s(settings.budget.confirm_share), console)
+        print_advice(adviser, outcome, console)
+        for config in adviser.suggestions(audit.space, settings.assemble, executor.incumbent_per_s):
+            with suppress(ConfigError):  # A file of an option may set a knob to what the space does not have.
+                study.enqueue(config, Origin.simulator)
+        if num_invalid == _MOST_INVALID:
+            raise StartError(f"{num_invalid} measurements in a row were disturbed "
+                             f"({', '.join(outcome.facts['problems'])}); use a quiet machine, or allow more with "
+                             "budget.max_busy_share and budget.max_slowdown")
+        if outcome.facts.get("warm") == Warm.cold.value:
+            started_with = candidate.values
+        elif outcome.ending is Ending.measured and outcome.rate_per_s > 0 and audit.is_due():
+            _repeat_cold(executor, audit, candidate, outcome, started_with, settings, console)
+            started_with = candidate.values
+
+
+def _tried(executor: EngineExecutor, study: TuningStudy, adviser: Adviser, candidate: Candidate,
+           console: Console) -> Outcome:
+    """Measure a candidate, if it is worth it; if that is interrupted, the study keeps it for the next start."""
+    try:
+        with console.status(f"trial {candidate.number}: {shown_values(candidate)}"):
+            prediction = adviser.predict(candidate.config, executor.rate_search())
+            return (adviser.screened_out(prediction, executor.incumbent_per_s)
+                    or adviser.compared(prediction, executor.run(candidate)))
+    except BaseException:
+        study.tell(candidate, Outcome(Ending.abandoned))
+        raise
+
+
+def _repeat_cold(executor: EngineExecutor, audit: HotAudit, candidate: Candidate, outcome: Outcome,
+                 started_with: Mapping[str, Value], settings: Settings, console: Console) -> None:
+    """Measure a hot trial's best rate once more on a fresh engine, with equal arrivals."""
+    before = audit.demoted()
+    stream = f"audit {candidate.number}"
+    try:
+        with console.status(f"trial {candidate.number} again, hot and cold, to see whether it matters"):
+            tpots = []
+            for cold in (False, True):
+                _, path = executor.measure_at(candidate.config, outcome.rate_per_s, settings.budget.requests, stream,
+                                              cold=cold, stops_early=False)
+                tpots.append(_mean_tpot_s([request.latencies for request in read_run(path).measured]))
+    except EngineFailed:
+        audit.gave_up()
+        return
+    if None in tpots:
+        audit.gave_up()
+        return
+    repeat = Repeat(changed_knobs(candidate.values, started_with), *tpots)  # type: ignore[arg-type]
+    audit.take(repeat)
+    console.print(f"        again, cold: TPOT {repeat.difference:+.1%} hot against cold", highlight=False)
+    for key in sorted(audit.demoted() - before):
+        console.print(f"        {key} behaves differently in a live engine: from now on it gets a fresh process",
+                      style="yellow", highlight=False)
+
+
+def _mean_tpot_s(requests: Sequence[RequestLatencies | None]) -> float | None:
+    tpots = [request.tpot_s for request in requests if request is not None and request.tpot_s is not None]
+    return sum(tpots) / len(tpots) if tpots else None
+
+
+def _is_enough(settings: Settings, study: TuningStudy) -> bool:
+    limit = settings.budget.trials
+    tried = [trial for trial in study.trials if trial.repeats is None and trial.ending is not Ending.screened_out]
+    return limit is not None and len(tried) >= limit

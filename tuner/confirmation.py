@@ -1,0 +1,306 @@
+"""The second measurement: what the search found is true only if it happens again, on arrivals it never used.
+
+Every run starts a fresh process. Runs go in rounds: on the way there each entrant is measured once, on the way back in
+the opposite order (A-B-B-A), so that a machine that slows down or recovers favours nobody. All runs of one way have the
+same requests, and beside the leading candidate the default is measured at the candidate's rate: the two are a pair.
+
+- A candidate that fails at its rate steps down, in a new round with new arrivals, until it holds or is given up.
+- Only the candidate with the highest rate is measured: once it holds, no other can be better.
+- The default also steps up while it holds. What the winner is compared with must not be too low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from servekit.config.schema import Config
+from servekit.tuner.executor import EngineFailed
+from servekit.tuner.judgement import (
+    RUNS_PER_RATE,
+    Judgement,
+    NamedRun,
+    Role,
+    holds,
+    is_evidence,
+    is_same_rate,
+    judge,
+)
+from servekit.tuner.measure import Measurement
+from servekit.tuner.run_log import LoggedRun, read_run
+from servekit.tuner.slo import Slo
+
+STREAM = "confirm"
+"""Names of the random streams of a confirmation begin with it, and no others do."""
+
+
+class Measurer(Protocol):
+    """Measures one configuration at one rate, as `executor.EngineExecutor` does."""
+
+    def measure_at(self, config: Config, rate_per_s: float, num_requests: int, stream: str, *, cold: bool,
+                   stops_early: bool) -> tuple[Measurement, Path]:
+        """One run; its raw log is the second value. Raises EngineFailed."""
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A configuration that is measured again."""
+
+    name: str
+    """For people, and different for each: `default`, `trial 17`."""
+    role: Role
+    config: Config
+    rate_per_s: float
+    """Where the search says that it holds, or where it is to begin."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How long and how often."""
+
+    num_requests: int
+    """That are judged in each run."""
+    step: float = 0.07
+    """By which a rate is lowered where it failed, as a share of it."""
+    max_rounds: int = 5
+    max_attempts: int = 2
+    """At one run, if its measurement is bad."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A finalist in a round."""
+
+    finalist: Finalist
+    rate_per_s: float
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """What a confirmation will take, in seconds."""
+
+    num_runs: int
+    """Of the first round, which is the last if everything holds and the default does not."""
+    first_round_s: float
+    at_most_s: float
+    """If every candidate fails in every round."""
+
+
+def plan_time(finalists: Sequence[Finalist], rules: Rules, start_s: float, warmup_requests: int,
+              drain_s: float) -> TimePlan:
+    """How long a confirmation takes when an engine starts in `start_s` and its last answers take `drain_s`."""
+    first = entrants([Climb(finalist, rules.step) for finalist in finalists])
+    first_round_s = round_s(first, rules, start_s, warmup_requests, drain_s)
+    growth = 1 / (1 - rules.step)
+    return TimePlan(RUNS_PER_RATE * len(first), first_round_s,
+                    first_round_s * sum(growth ** number for number in range(rules.max_rounds)))
+
+
+def round_s(entered: Sequence[Entrant], rules: Rules, start_s: float, warmup_requests: int, drain_s: float) -> float:
+    """How long a round of these takes, in seconds, if nothing fails."""
+    return RUNS_PER_RATE * sum(start_s + (rules.num_requests + warmup_requests) / entrant.rate_per_s + drain_s
+                               for entrant in entered)
+
+
+@dataclass
+class Climb:
+    """How far a finalist has come."""
+
+    finalist: Finalist
+    step: float
+    held_per_s: float | None = None
+    """Highest rate at which it was confirmed."""
+    failed_per_s: float | None = None
+    """Lowest rate at which it failed."""
+    failure: str | None = None
+    """Why it is out: its engine failed."""
+
+    @property
+    def next_per_s(self) -> float | None:
+        """The rate to be measured next; None: nothing more is to be known."""
+        if self.failure is not None:
+            return None
+        if self.held_per_s is None:
+            return self.finalist.rate_per_s if self.failed_per_s is None else self.failed_per_s * (1 - self.step)
+        higher_per_s = self.held_per_s / (1 - self.step)
+        is_bracketed = self.failed_per_s is not None and self.failed_per_s <= higher_per_s * (1 + 1e-9)
+        return None if is_bracketed or self.finalist.role is not Role.default else higher_per_s
+
+    def note(self, rate_per_s: float, holds: bool) -> None:
+        """What became of a rate."""
+        if holds:
+            self.held_per_s = max(self.held_per_s or 0.0, rate_per_s)
+        else:
+            self.failed_per_s = min(self.failed_per_s or rate_per_s, rate_per_s)
+
+
+def leader_of(climbs: Sequence[Climb]) -> Climb | None:
+    """The tuned candidate to be measured next: the one whose rate is the highest, if that would be a new best."""
+    best_per_s = max((climb.held_per_s or 0.0 for climb in climbs), default=0.0)
+    open_ones = [climb for climb in climbs if climb.finalist.role is Role.tuned and climb.held_per_s is None
+                 and (climb.next_per_s or 0.0) > best_per_s]
+    return max(open_ones, key=lambda climb: climb.next_per_s or 0.0, default=None)
+
+
+def entrants(climbs: Sequence[Climb]) -> list[Entrant]:
+    """Who is measured in the next round, in order: the leader, the default beside it, then those of other roles."""
+    leader = leader_of(climbs)
+    found = [] if leader is None else list(_pair(leader, climbs))
+    for climb in climbs:
+        rate_per_s = climb.next_per_s
+        is_there = any(entrant.finalist is climb.finalist and rate_per_s is not None
+                       and is_same_rate(entrant.rate_per_s, rate_per_s) for entrant in found)
+        if climb.finalist.role is not Role.tuned and rate_per_s is not None and not is_there:
+            found.append(Entrant(climb.finalist, rate_per_s))
+    return found
+
+
+def _pair(leader: Climb, climbs: Sequence[Climb]) -> Iterator[Entrant]:
+    assert leader.next_per_s is not None
+    yield Entrant(leader.finalist, leader.next_per_s)
+    for climb in climbs:
+        if climb.finalist.role is Role.default and climb.failure is None:
+            yield Entrant(climb.finalist, leader.next_per_s)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a confirmation is doing; told before each run and after it."""
+
+    round: int
+    """From 1, and so is the next."""
+    run: int
+    """Of the round."""
+    num_runs: int
+    """Of the round, if nothing fails."""
+    entrant: Entrant
+    stream: str
+    holds: bool | None
+    """None: it is about to begin, or its measurement was bad."""
+
+
+@dataclass(frozen=True)
+class FinalistRun:
+    """A run that was made, bad ones included."""
+
+    finalist: str
+    log: Path
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What came of it."""
+
+    finalists: tuple[Finalist, ...]
+    runs: tuple[FinalistRun, ...]
+    """In the order in which they were made."""
+    failures: Mapping[str, str]
+    """Of finalists whose engine failed, or that could not be measured well: why."""
+    judgement: Judgement
+
+    def attacked(self, slo: Slo, survived: Mapping[str, bool]) -> Judgement:
+        """The judgement with what a memory attack found: the best of those that survive."""
+        return judge(slo, roles_of(self.finalists), read_all(self.runs), survived)
+
+
+def roles_of(finalists: Sequence[Finalist]) -> dict[str, Role]:
+    """The role of each by its name."""
+    return {finalist.name: finalist.role for finalist in finalists}
+
+
+def read_all(runs: Sequence[FinalistRun]) -> list[NamedRun]:
+    """The runs as they were logged."""
+    return [NamedRun(run.finalist, read_run(run.log)) for run in runs]
+
+
+@dataclass
+class Confirmation:
+    """Measures finalists again. `may_begin_round` is asked before each round but the first: is there time for it?
+    `entered` says who would be measured in it.
+    """
+
+    slo: Slo
+    finalists: Sequence[Finalist]
+    measurer: Measurer
+    rules: Rules
+    on_progress: Callable[[Progress], None] = lambda _: None
+    may_begin_round: Callable[[], bool] = lambda: True
+    _climbs: list[Climb] = field(default_factory=list)
+    _runs: list[FinalistRun] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len({finalist.name for finalist in self.finalists}) < len(self.finalists):
+            raise ValueError("two finalists have one name")
+
+        self._climbs = [Climb(finalist, self.rules.step) for finalist in self.finalists]
+
+    @property
+    def entered(self) -> list[Entrant]:
+        """Who is measured in the next round."""
+        return entrants(self._climbs)
+
+    def run(self) -> Confirmed:
+        """Measure until the best candidate holds and the default is bracketed, or rounds or time are used up."""
+        for number in range(1, self.rules.max_rounds + 1):
+            if not (entered := self.entered) or (number > 1 and not self.may_begin_round()):
+                break
+            self._round(number, entered)
+        failures = {climb.finalist.name: climb.failure for climb in self._climbs if climb.failure is not None}
+        return Confirmed(tuple(self.finalists), tuple(self._runs), failures,
+                         judge(self.slo, roles_of(self.finalists), read_all(self._runs)))
+
+    def _round(self, number: int, entered: Sequence[Entrant]) -> None:
+        """There and back. Whoever failed on the way there is decided, and is measured again only as half of a pair."""
+        there, back = (f"{STREAM} {RUNS_PER_RATE * (number - 1) + way}" for way in (1, 2))
+        total = RUNS_PER_RATE * len(entered)
+        measured: list[tuple[Entrant, list[LoggedRun]]] = []
+        for place, entrant in enumerate(entered, 1):
+            first = self._measure(entrant, there, Progress(number, place, total, entrant, there, None))
+            measured.append((entrant, [] if first is None else [first]))
+        for place, (entrant, runs) in enumerate(reversed(measured), len(entered) + 1):
+            if runs and self._goes_back(entrant, runs[0], measured):
+                second = self._measure(entrant, back, Progress(number, place, total, entrant, back, None))
+                runs += [] if second is None else [second]
+        for entrant, runs in measured:
+            self._note(entrant, runs)
+
+    def _goes_back(self, entrant: Entrant, first: LoggedRun,
+                   measured: Sequence[tuple[Entrant, Sequence[LoggedRun]]]) -> bool:
+        if self._climb(entrant).failure is not None:
+            return False
+        partner, partner_runs = measured[0]
+        is_paired = (partner.finalist.role is Role.tuned and entrant.rate_per_s == partner.rate_per_s
+                     and bool(partner_runs) and holds(self.slo, partner_runs[:1]))
+        return is_paired or holds(self.slo, [first])
+
+    def _note(self, entrant: Entrant, runs: Sequence[LoggedRun]) -> None:
+        has_held = bool(runs) and holds(self.slo, runs)
+        if runs and (len(runs) == RUNS_PER_RATE or not has_held):
+            self._climb(entrant).note(entrant.rate_per_s, has_held)
+
+    def _measure(self, entrant: Entrant, stream: str, progress: Progress) -> LoggedRun | None:
+        """A good run, or None: the finalist is out."""
+        climb = self._climb(entrant)
+        if climb.failure is not None:
+            return None
+        for _ in range(self.rules.max_attempts):
+            self.on_progress(progress)
+            try:
+                _, path = self.measurer.measure_at(entrant.finalist.config, entrant.rate_per_s,
+                                                   self.rules.num_requests, stream, cold=True, stops_early=False)
+            except EngineFailed as failed:
+                climb.failure = f"{failed.ending.value}: {failed}"
+                return None
+            run = read_run(path)
+            self._runs.append(FinalistRun(entrant.finalist.name, path))
+            is_good = is_evidence(run)
+            self.on_progress(replace(progress, holds=holds(self.slo, [run]) if is_good else None))
+            if is_good:
+                return run
+        climb.failure = f"could not be measured well in {self.rules.max_attempts} attempts: {', '.join(run.problems)}"
+        return None
+
+    def _climb(self, entrant: Entrant) -> Climb:
+        return next(climb for climb in self._climbs if climb.finalist is entrant.finalist)

@@ -1,0 +1,100 @@
+"""What is printed while a tuning goes on: the plan, then one line a trial."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from servekit.config.errors import show
+from servekit.tuner.adviser import SIMULATOR, Adviser, describe
+from servekit.tuner.baseline import START_SHARE, Baseline
+from servekit.tuner.default_space import not_searched
+from servekit.tuner.settings import Settings
+from servekit.tuner.slo import Promise
+from servekit.tuner.space import Space, words
+from servekit.tuner.statistics import requests_needed
+from servekit.tuner.study import TuningStudy
+from servekit.tuner.trial import Candidate, Ending, Outcome
+
+
+def print_plan(settings: Settings, space: Space, baseline: Baseline, num_trials: int, console: Console) -> None:
+    """What will be searched, how long a trial is, and how many requests a verdict needs."""
+    for line in (_objective(settings), *_device(baseline), *_searched(settings, space),
+                 _trial_length(settings, baseline), _budget(settings, num_trials), ""):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _objective(settings: Settings) -> str:
+    return "objective: " + ", ".join(f"{promise.name} ({_limits(promise)})" for promise in settings.slo.promises)
+
+
+def _limits(promise: Promise) -> str:
+    limits = promise.limits
+    named = {"ttft": limits.ttft_s, "tpot": limits.tpot_s, "itl": limits.itl_s, "e2e": limits.e2e_s}
+    return ", ".join(f"{name} {value * 1e3:g} ms" for name, value in named.items() if value is not None)
+
+
+def _device(baseline: Baseline) -> list[str]:
+    facts, single = baseline.facts, baseline.single
+    tpot = "" if single.tpot_s is None else f", TPOT {single.tpot_s * 1e3:.1f} ms"
+    return [f"engine: {facts.model_name}, {facts.dtype}, quantization {facts.quantization}, on {facts.device} with "
+            f"{facts.threads} threads",
+            f"one request alone: TTFT {single.ttft_s * 1e3:.0f} ms{tpot}; at most about {baseline.capacity_per_s:.2f} "
+            "req/s come through"]
+
+
+def _searched(settings: Settings, space: Space) -> list[str]:
+    knobs = [f"  {knob.key}: {words(knob.domain)} ({knob.warmth.value}; from {show(space.start[knob.key])})"
+             for knob in space.knobs]
+    left = not_searched(settings.base) if settings.search == "default" else {}
+    return [f"searched: {len(space.knobs)} knobs", *knobs,
+            *([f"left as they are, being the owner's decision: {', '.join(left)}"] if left else [])]
+
+
+def _trial_length(settings: Settings, baseline: Baseline) -> str:
+    requests = settings.budget.requests
+    strictest = max(promise.per_mille for promise in settings.slo.promises)
+    rate_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
+    return (f"a run of a trial: {requests} requests, about {requests / rate_per_s:.0f} s at {rate_per_s:.2f} req/s, "
+            f"shorter as soon as its verdict is certain; {requests_needed(strictest)} requests without a miss would "
+            f"prove {strictest / 10:g} % at 95 % confidence")
+
+
+def _budget(settings: Settings, num_trials: int) -> str:
+    budget = settings.budget
+    done = f"; {num_trials} trials are there already" if num_trials else ""
+    return f"budget: {budget.minutes:g} minutes, {budget.confirm_share:.0%} of them for the confirmation{done}"
+
+
+def print_trial(study: TuningStudy, candidate: Candidate, outcome: Outcome, left_s: float, console: Console) -> None:
+    """One line: what became of it, the best so far, the time left."""
+    best = next(iter(study.shortlist(1)), None)
+    best_words = "none holds yet" if best is None else f"best {best.rate_per_s:.2f} req/s (trial {best.number})"
+    warm = f", {outcome.facts['warm']}" if "warm" in outcome.facts else ""
+    took = f" in {outcome.facts['duration_s']:.0f} s" if "duration_s" in outcome.facts else ""
+    console.print(f"trial {candidate.number:3}{warm}: {_ending(outcome)}{took}; {best_words}; "
+                  f"{max(0.0, left_s) / 60:.1f} min left  [{shown_values(candidate)}]",
+                  highlight=False, markup=False, soft_wrap=True)
+
+
+def print_advice(adviser: Adviser, outcome: Outcome, console: Console) -> None:
+    """What the simulator said of a trial, and how good it has been."""
+    if SIMULATOR in outcome.facts:
+        console.print(f"        simulated: {outcome.facts[SIMULATOR]['predicted_per_s']:.2f} req/s; "
+                      f"{describe(adviser.record)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _ending(outcome: Outcome) -> str:
+    if outcome.ending is not Ending.measured:
+        detail = str(outcome.facts.get("error") or ", ".join(outcome.facts.get("problems", ())))
+        ending = str(outcome.ending.value).replace("_", " ")
+        return f"{ending} ({detail})" if detail else ending
+    if outcome.rate_per_s > 0:
+        return f"holds at {outcome.rate_per_s:.2f} req/s"
+    broken = [name for name, value in outcome.violations.items() if value > 0]
+    lowest = min((run["rate_per_s"] for run in outcome.facts["runs"]), default=0.0)
+    return f"breaks {', '.join(broken)} at {lowest:.2f} req/s"
+
+
+def shown_values(candidate: Candidate) -> str:
+    """The knobs that matter in a candidate, in one line."""
+    return ", ".join(f"{key.removeprefix('scheduler.')}={show(value)}" for key, value in candidate.values.items())
