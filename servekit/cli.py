@@ -153,7 +153,7 @@ COMMANDS: Mapping[str, Command] = {
     "verify": Command("servekit verify CERTIFICATE.json",
                       "Compute a tuning's statistics again from its raw logs.", _verify),
     "simulate": Command(f"servekit simulate {SETTINGS_USAGE}",
-                        "Run the scheduler on a virtual clock and measure what users would see.", _simulate),
+                        "Run the scheduler on a virtual clock and measure it.", _simulate),
     "plan": Command("servekit plan [FILE.yaml] [key=value ...]",
                     "Say how many GPUs a load needs, and which limit decides it.", _plan),
     "config": Command(f"servekit config [serve|bench|simulate|plan] {SETTINGS_USAGE} [--yaml | --json]",

@@ -78,7 +78,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # --- bad input: one line, exit status 2 ------------------------------------------------------------------------------
 
 BAD = [
-    (["srve"], ["command=srve", "serve, bench, tune, simulate, plan, config", "did you mean servekit serve?"]),
+    (["srve"], ["command=srve", "serve, bench, tune, verify, simulate, plan, config", "did you mean servekit serve?"]),
     (["frobnicate"], ["command=frobnicate", "servekit --help"]),
     (["help", "srve"], ["did you mean servekit serve?"]),
     (["serve", "server.prot=1"], ["server.prot=1", "did you mean server.port?"]),

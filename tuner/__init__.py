@@ -16,6 +16,7 @@ How a trial is judged:
 How the next one is found:
 
 - `study`: Optuna by ask and tell: `open_study`, then `enqueue`, `ask`, `tell`, `shortlist`
+- `adviser`: what the simulator predicts of a candidate, and whether it has been right so far
 
 A search is then: while there is time, `study.tell(candidate, executor.run(candidate))` for each `study.ask()`; and its
 result is what a second measurement says of the shortlist, never the best trial.

@@ -62,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
             "for example servekit tune slo.yaml, or one of conf/slo/")
     console = Console()
     settings = read_settings(find_file(argv[0]), argv[1:])
+    _check_search(settings)
     local = _fetch(settings.base)
     try:
         with _executor(settings, local) as executor:
@@ -97,6 +98,14 @@ def _tune(settings: Settings, local: LocalModel, executor: EngineExecutor, conso
 
 
 # --- before the search ------------------------------------------------------------------------------------------------
+
+def _check_search(settings: Settings) -> None:
+    """Refuse a mistake in the search space, and a base outside of it, before anything is started.
+
+    Raises ConfigError. How far the default space reaches depends on the engine; whether it can be read does not.
+    """
+    parse_space(settings.search, settings.base, Facts(cores=1, is_gpu=False, max_model_len=1)).locate(settings.base)
+
 
 def _fetch(base: Config) -> LocalModel:
     console = Console(stderr=True)

@@ -32,7 +32,7 @@ from servekit.load.records import RequestRecord
 HERE = Path(__file__).parent
 SEEDS = (1, 2, 3)
 FIXED_RATE_REQUESTS, CAPACITY_REQUESTS = 400, 300
-FIXED_RATE_PER_S = 0.5
+FIXED_RATE_PER_S = 1.0
 LONGEST = 8192
 LIMITS_S = {"strict": 0.1, "relaxed": 0.5}
 """On the p99 of the gaps between tokens."""

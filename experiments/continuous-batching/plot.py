@@ -38,7 +38,7 @@ def draw_slots(axes: Axes, busy: dict[str, list[int]]) -> None:
         axes.step(range(1, len(steps) + 1), steps, where="mid", color=COLOURS[name], label=name, linewidth=1)
     axes.axvline(50, color="black", linestyle=":", linewidth=1, label="step 50")
     axes.set(xlabel="step", ylabel="slots in use, of 8", ylim=(0, 8.4), xlim=(0, 700),
-             title="batches of seven 50-token requests\nand one of 200")
+             title="batches of seven 50-token requests and one of 200\n(static goes on to step 1,600)")
     axes.legend(fontsize=8)
 
 
@@ -56,7 +56,7 @@ def draw_latency(axes: Axes, result: dict[str, Any]) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_yticks([10, 20, 50, 100, 200, 500], ["10", "20", "50", "100", "200", "500"])
     axes.minorticks_off()
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper left")
 
 
 def main() -> None:

@@ -23,6 +23,8 @@ from servekit.config.errors import show
 
 T = TypeVar("T")
 CONF_DIR = Path(str(servekit.conf.__file__)).parent
+_NO_GROUPS = ("slo",)
+"""Folders of conf/ with the name of a section that hold no options of it: conf/slo has whole tuning files."""
 COMPONENT_KIND = "kind"
 PRESET = "preset"
 ANY_ENTRY = "*"
@@ -158,7 +160,8 @@ class Root(Generic[T]):
     @cached_property
     def groups(self) -> Mapping[str, Group]:
         """The groups that apply, by the dotted key that they fill: those of sections, and the presets."""
-        folders = [*self.sections, *([PRESET] if self.has_presets else [])]
+        sections = [section for section in self.sections if section not in _NO_GROUPS]
+        folders = [*sections, *([PRESET] if self.has_presets else [])]
         found = (_group(self.conf_dir, key.replace(".", "/")) for key in folders)
         return {group.key: group for group in found if group.options}
 

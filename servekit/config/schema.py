@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
-from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig, DynamicBatchingConfig
+from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig
 from servekit.config.checks import at_least, fraction
 from servekit.config.combinations import contradiction
 from servekit.config.errors import require
@@ -211,8 +211,6 @@ class SchedulerConfig:
                     self.prefill.chunk_tokens,
                     f"must not exceed the step budget scheduler.max_step_tokens={self.max_step_tokens}",
                     f"set scheduler.prefill.chunk_tokens={self.max_step_tokens} or raise scheduler.max_step_tokens")
-        if isinstance(self.batching, DynamicBatchingConfig):
-            self.batching.batch_size(self.max_num_seqs)
         problem = contradiction(self.batching, self.policy, self.prefill, self.preemption, self.prefix_cache,
                                 self.admission)
         if problem is not None:

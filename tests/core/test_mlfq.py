@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from itertools import pairwise
+from itertools import groupby
 
 import pytest
 
@@ -62,12 +62,16 @@ def test_equal_levels_do_not_displace_each_other() -> None:
     assert harness.scheduler.stats.preemptions == 0
 
 
-def test_who_goes_down_is_served_before_those_that_were_on_that_level() -> None:
-    """`late` joins level 1 at the back; `early` comes down to its front and goes on."""
+def test_who_lost_its_place_goes_on_before_those_that_waited_on_that_level() -> None:
+    """`runs` comes down to level 1, where `waits` has been from the beginning, and gives way to `new` on level 0."""
     harness = harness_of(mlfq(prefill_s_per_token=0.5))
-    specs = [make_spec("early", 4, 7), make_spec("late", 8, 2)]
-    assert names(play(harness, specs)) == ["early", "late"]
-    assert harness.scheduler.stats.preemptions == 0
+    play(harness, [make_spec("waits", 8, 2), make_spec("runs", 4, 8), make_spec("new", 4, 2, arrived_s=5.0)])
+    assert served(harness) == ["runs"] * 5 + ["new"] * 2 + ["runs"] * 3 + ["waits"] * 2
+
+
+def served(harness: Harness) -> list[str]:
+    """Who ran in each step, in the only slot."""
+    return [plan.items[0].request.request_id for plan in harness.plans]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -96,12 +100,13 @@ def short_ones_forever() -> list[RequestSpec]:
 
 @pytest.mark.parametrize("starvation_s", [10.0, 25.0])
 def test_a_request_that_was_not_served_for_long_is_served(starvation_s: float) -> None:
+    """Each time for the quantum that it had, and not for longer: 2 s, 4 s, 8 s, 16 s."""
     harness = harness_of(mlfq(starvation_s))
     play(harness, short_ones_forever())
-    served = [number for number, plan in enumerate(harness.plans)
-              if any(item.request.request_id == "long" for item in plan.items)]
-    gaps = [later - earlier for earlier, later in pairwise(served)]
-    assert starvation_s <= max(gaps) <= starvation_s + 3
+    turns = [(is_long, len(list(steps))) for is_long, steps in groupby(served(harness), key="long".__eq__)]
+    assert [length for is_long, length in turns if is_long] == [3, 5, 9, 17, 6]
+    gaps = [length for is_long, length in turns[:-1] if not is_long]
+    assert all(starvation_s <= gap <= starvation_s + 2 for gap in gaps)
 
 
 def test_without_a_limit_it_starves() -> None:

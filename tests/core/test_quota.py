@@ -178,14 +178,16 @@ def test_a_cached_prefix_makes_up_for_no_quota() -> None:
     assert harness.scheduler.stats.cached_tokens == 16
 
 
-def test_who_is_over_its_quota_takes_nobodys_place() -> None:
-    harness = harness_of(PriorityPolicyConfig(), tenants=soft(0.01))
-    specs = greedy_and_modest(1)
-    play(harness, specs)
-    assert harness.scheduler.stats.preemptions == 0
-    within = harness_of(PriorityPolicyConfig())
-    play(within, [*specs, make_spec("greedy-last", 4, 2, tenant="greedy", arrived_s=14.0, priority=0)])
-    assert within.scheduler.stats.preemptions == 1
+@pytest.mark.parametrize("policy", [PriorityPolicyConfig(), SrtfPolicyConfig(margin_tokens=0.0, min_run_tokens=0),
+                                    MlfqPolicyConfig(quantum_s=1.0)], ids=lambda policy: policy.kind.value)
+def test_who_is_over_its_quota_takes_nobodys_place(policy: PolicyConfig) -> None:
+    specs = [make_spec("greedy-first", 20, 10, tenant="greedy"),
+             make_spec("modest", 8, 30, tenant="modest", arrived_s=12.0, priority=1),
+             make_spec("greedy-again", 4, 2, tenant="greedy", arrived_s=25.0)]
+    limited, free = harness_of(policy, tenants=soft(0.01)), harness_of(policy)
+    for harness in (limited, free):
+        play(harness, specs)
+    assert [harness.scheduler.stats.preemptions for harness in (limited, free)] == [0, 1]
 
 
 @pytest.mark.parametrize("policy", [FifoPolicyConfig(), VtcPolicyConfig()], ids=lambda policy: policy.kind.value)

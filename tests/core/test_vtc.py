@@ -15,10 +15,11 @@ from core.traces import MAX_MODEL_LEN, harness_of, names, play
 from servekit.config.errors import ConfigError
 from servekit.config.policy import FairPolicyConfig, FifoPolicyConfig, PolicyConfig, VtcPolicyConfig
 from servekit.config.tenants import TenantsConfig
+from servekit.core.plan import Sampled, StepResult
 from servekit.core.policy.least_served import LeastServedPolicy, Tenant
 from servekit.core.policy.vtc import VtcPolicy
 from servekit.core.quota import TenantQuotas
-from servekit.core.request import Request, RequestSpec, Status
+from servekit.core.request import Request, RequestId, RequestSpec, Status
 
 SEEDS = range(5)
 SLOTS = 3
@@ -159,7 +160,7 @@ def test_weights_divide_the_service(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_charges_are_what_was_delivered_whatever_was_preempted(seed: int, num_blocks: int | None) -> None:
     specs = flood(random.Random(seed), {"a": 4.0, "b": 8.0}, 300.0)
-    harness = harness_of(VtcPolicyConfig(), slots=SLOTS, num_blocks=num_blocks, prefix_cache=True)
+    harness = harness_of(VtcPolicyConfig(), slots=SLOTS, num_blocks=num_blocks, prefix_cache=True, chunk_tokens=7)
     play(harness, specs)
     charged = policy_of(harness).service_by_tenant
     for tenant in ("a", "b"):
@@ -168,6 +169,17 @@ def test_charges_are_what_was_delivered_whatever_was_preempted(seed: int, num_bl
         prompts = sum(len(spec.prompt_token_ids) for spec in own)
         assert charged[tenant] == PROMPT_WEIGHT * prompts + OUTPUT_WEIGHT * delivered
     assert (harness.scheduler.stats.preemptions > 0) is (num_blocks is not None)
+
+
+def test_tokens_that_were_never_delivered_are_not_charged() -> None:
+    """One request is aborted while its step runs, another one's computation fails."""
+    harness = harness_of(VtcPolicyConfig(), slots=3)
+    harness.add(*(make_spec(name, 4, 9, tenant="t") for name in ("aborted", "failed", "fine")))
+    scheduler, plan = harness.scheduler, harness.scheduler.schedule(0.0)
+    scheduler.abort([RequestId("aborted")], 0.5)
+    events = scheduler.update(plan, StepResult({RequestId("fine"): Sampled(7)}, {RequestId("failed"): "NaN"}), 1.0)
+    assert sum(len(event.token_ids) for event in events) == 1
+    assert policy_of(harness).service_by_tenant == {"t": 3 * 4 * PROMPT_WEIGHT + OUTPUT_WEIGHT}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -272,6 +284,19 @@ def test_tenants_that_would_come_back_to_the_same_counter_are_forgotten() -> Non
     policy.push(newcomer := Request(make_spec("new", 4, tenant="tenant0"), MAX_MODEL_LEN), 0.0)
     assert policy._tenants["tenant0"].counter == 10_000 * 4, "as if it had not been forgotten"
     policy.remove(newcomer)
+
+
+def test_a_tenant_that_has_had_more_than_others_is_not_forgotten() -> None:
+    policy = VtcPolicy({}, TenantQuotas({}), 1.0, 2.0, True)
+    policy.push(Request(make_spec("waits", 4, tenant="waits"), MAX_MODEL_LEN), 0.0)
+    for index in range(3000):
+        request = Request(make_spec(f"r{index}", 4, tenant=f"tenant{index}"), MAX_MODEL_LEN)
+        policy.push(request, 0.0)
+        policy.remove(request)
+        policy.started(request, 0.0)
+        policy.finished(request, 0.0)
+    assert {tenant.counter for name, tenant in policy._tenants.items() if name != "waits"} == {4.0}
+    assert len(policy._tenants) == 3001
 
 
 @pytest.mark.parametrize("seed", SEEDS)

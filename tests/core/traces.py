@@ -29,13 +29,13 @@ class Start(NamedTuple):
 
 
 def harness_of(policy: PolicyConfig, *, slots: int = 1, tenants: TenantsConfig | None = None,
-               num_blocks: int | None = None, prefix_cache: bool = False,
+               num_blocks: int | None = None, prefix_cache: bool = False, chunk_tokens: int | None = None,
                batching: BatchingConfig | None = None) -> Harness:
     """A scheduler with this policy, no timeouts, and memory for all that run unless `num_blocks` (of 4 tokens) says
     otherwise. A step takes one second."""
     config = SchedulerConfig(
         max_num_seqs=slots, max_step_tokens=1024, policy=policy, tenants=tenants or TenantsConfig(),
-        batching=batching or ContinuousBatchingConfig(), prefill=ChunkedPrefillConfig(chunk_tokens=None),
+        batching=batching or ContinuousBatchingConfig(), prefill=ChunkedPrefillConfig(chunk_tokens=chunk_tokens),
         prefix_cache=HashPrefixCacheConfig() if prefix_cache else NoPrefixCacheConfig(),
         admission=OnDemandAdmissionConfig(max_queue_requests=None, queue_timeout_s=None, request_timeout_s=None))
     blocks = num_blocks or 2 * slots * MAX_MODEL_LEN // 4

@@ -147,6 +147,19 @@ def test_any_altered_byte_of_any_file_is_detected(folder: Folder, data: st.DataO
         path.write_bytes(before)
 
 
+@pytest.mark.parametrize("alter", [
+    lambda text: text.replace(b"\n  ", b"\n ", 1), lambda text: text + b"\n",
+    lambda text: text.replace(b": 0,", b": 0.0,", 1),
+    lambda text: text.replace(b'"winner":', b'"winner": "default",\n    "winner":', 1),
+    lambda text: text.replace(b'"format_version"', b'"remark": 1,\n  "format_version"', 1)],
+    ids=["indentation", "end", "number", "key twice", "unknown key"])
+def test_what_reads_the_same_must_also_be_written_the_same(folder: Folder, alter: Callable[[bytes], bytes]) -> None:
+    before = folder.certificate.read_bytes()
+    folder.certificate.write_bytes(alter(before))
+    assert folder.certificate.read_bytes() != before
+    assert any("its bytes are not those" in problem for problem in verify(folder.certificate).problems)
+
+
 def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
     """Where the plain values of a JSON document are."""
     if isinstance(value, dict | list):

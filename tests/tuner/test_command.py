@@ -18,13 +18,15 @@ from servekit.tuner.run_log import read_run
 FILE = """\
 slo: {ttft: {p50: 30s}}
 workload: {name: fixed, prompt_tokens: 24, output_tokens: 4, rate: 40}
-base: {model: {source: "dummy:tiny", max_model_len: 256}, engine.threads: 1, memory.num_kv_blocks: 64}
+base: {model: {source: "dummy:tiny", max_model_len: 256}, engine.threads: 1,
+       memory.num_kv_blocks: 64, scheduler.max_num_seqs: 16}
 search: {scheduler.max_num_seqs: "choice(4, 8, 16)"}
 budget:
   minutes: 10
   trials: 3
   requests: 10
   confirm_requests: 10
+  min_run_s: 0
   warmup_requests: 1
   max_busy_share: null
   max_slowdown: null
@@ -100,7 +102,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
 
 def test_the_plan_is_said_before_the_first_trial(study: Interrupted) -> None:
     plan = study.first.out.partition("\ntrial ")[0]
-    for part in ("objective: ttft.p50 (ttft 30000 ms)", "engine: tiny, float32", "one request alone: TTFT ",
+    for part in ("objective: ttft.p50 (ttft 30000 ms)", "engine: dummy:tiny, float32", "one request alone: TTFT ",
                  "searched: 1 knobs", "scheduler.max_num_seqs: 4, 8, 16", "a run of a trial: 10 requests",
                  "budget: 10 minutes, 40% of them for the confirmation"):
         assert part in plan
@@ -131,14 +133,28 @@ def test_what_is_left_in_the_folder(study: Interrupted) -> None:
     assert {"alone", "crowd", "trial 0 run 0"} <= {run.stream for run in runs}
 
 
-@pytest.mark.parametrize("word, part", [("slo.ttft.p50=20s", "slo"), ("search={scheduler.max_num_seqs: 'choice(4, 8)'}",
-                                                                    "space")])
+@pytest.mark.parametrize("word, part", [
+    ("slo.ttft.p50=20s", "slo"), ("search={scheduler.max_num_seqs: 'choice(8, 16)'}", "space")])
 def test_a_study_of_something_else_is_left_alone(study: Interrupted, word: str, part: str) -> None:
     kept = {path: path.read_bytes() for path in study.folder.rglob("*") if path.is_file()}
     refused = tune(study.file, word)
     assert refused.status == 2 and f"was made for another {part}" in refused.err
     assert len(refused.err.splitlines()) == 1
     assert {path: path.read_bytes() for path in kept} == kept
+
+
+@pytest.mark.parametrize("search, fragment", [
+    ("{scheduler.max_num_seqs: 'choice(4, 8)'}", "scheduler.max_num_seqs=16: is outside the search space: 4, 8"),
+    ("{}", "search={}: names no knob"),
+    ("{scheduler.max_num_sequences: 'choice(4, 8)'}", "did you mean scheduler.max_num_seqs?"),
+    ("{scheduler.max_num_seqs: 'choice(4, 8'}", "is not in Hydra's override grammar"),
+])
+def test_a_bad_search_space_is_refused_before_anything_is_started(search: str, fragment: str, tmp_path: Path,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", str(write(tmp_path)), f"search={search}"]) == 2
+    told = capsys.readouterr()
+    assert fragment in told.err and len(told.err.splitlines()) == 1 and not told.out
+    assert not (tmp_path / "study").exists()
 
 
 def test_an_impossible_objective_is_refused(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_what_holds_nowhere_says_which_promise_is_broken(tmp_path: Path) -> None
 
 
 def test_settings_that_the_engine_refuses_are_illegal_and_it_goes_on(executor: EngineExecutor) -> None:
-    refused = candidate(1, "scheduler/prefill=whole", "scheduler.max_step_tokens=64")
+    refused = candidate(1, "scheduler/prefill=whole", "scheduler.max_step_tokens=128")
     assert executor.run(refused).ending is Ending.illegal, "on a fresh engine"
     assert engine_processes() == []
     assert warmth(executor.run(candidate(2))) == "cold"
@@ -145,7 +145,7 @@ def test_an_engine_that_died_between_trials_is_started_again(executor: EngineExe
 
 
 def test_an_engine_that_takes_too_long_to_start_is_hung(executor: EngineExecutor) -> None:
-    assert executor.run(candidate(0, "engine.startup_timeout_s=0.05")).ending is Ending.hung
+    assert executor.run(candidate(0, "engine.startup_timeout_s=1")).ending is Ending.hung
     assert engine_processes() == []
 
 

@@ -30,7 +30,7 @@ class Tenant:
     lifted: float = 0.0
     """All that was added to the counter without service."""
     turn: int = 0
-    """When it last joined or was served; among equal counters the longest ago comes next."""
+    """When it last began to wait; among equal counters the longest ago comes next."""
     waiting: RequestHeap = field(default_factory=RequestHeap)
     """Its requests that have not begun."""
     present: set[RequestId] = field(default_factory=set)
@@ -132,9 +132,7 @@ class LeastServedPolicy(PolicyDefaults, ABC):
 
     def started(self, request: Request, now: float) -> None:
         if request.num_preemptions == 0:
-            tenant = self._tenants[request.tenant]
-            tenant.charge(self.cost_of_start(request))
-            tenant.turn = next(self._turns)
+            self._tenants[request.tenant].charge(self.cost_of_start(request))
 
     def finished(self, request: Request, now: float) -> None:
         self._tenants[request.tenant].present.remove(request.request_id)

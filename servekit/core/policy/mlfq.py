@@ -32,8 +32,8 @@ class MlfqPolicy(KeyedPolicy):
     """Requests go down a level each time they have used up its quantum of step time (FastServe, NSDI'26).
 
     Level p has a quantum of `quantum_s * quantum_growth ** p`; there are as many levels as it takes. A request joins
-    at the back of the first level whose quantum its prompt fits in (skip-join), and goes down to the front of the
-    next. One on a better level takes the place of a running one on a lower level.
+    at the back of the first level whose quantum its prompt fits in (skip-join). One on a better level takes the place
+    of a running one on a lower level, which then waits at the front of its own.
 
     Who has not been served for `starvation_s` comes first on the top level, the one that waited longest before others.
     It keeps the quantum of the level that it was on, and goes down from there: quanta grow until they last for what
@@ -97,7 +97,6 @@ class MlfqPolicy(KeyedPolicy):
             if progress.used_s > self._quantum(progress.level):
                 progress.level += 1
                 progress.used_s = 0.0
-                progress.place = next(self._fronts)
                 progress.is_promoted = False
 
     def finished(self, request: Request, now: float) -> None:

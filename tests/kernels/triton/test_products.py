@@ -167,7 +167,7 @@ def test_every_integer_and_zero_point_is_read(field: str) -> None:
         assert torch.equal(getattr(KERNELS, field)(weight)(x), getattr(REFERENCE, field)(weight)(x))
 
 
-@pytest.mark.parametrize("scales", [torch.arange(1, 255), torch.arange(0, 0x7F)], ids=["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("scales", [torch.arange(255), torch.arange(0x7F)], ids=["mxfp4", "nvfp4"])
 def test_every_four_bit_float_and_every_scale_is_read(scales: Tensor) -> None:
     is_mx = len(scales) > 127
     kind, group = (torch.float8_e8m0fnu, 32) if is_mx else (torch.float8_e4m3fn, 16)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from servekit.kernels.triton import draw
 from servekit.kernels.triton.argmax import MOST_COLUMNS
+from servekit.kernels.triton.draw import _gumbel
 from triton_cases import KERNELS, REFERENCE, SEEDS, integers, numbers, quick
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -57,7 +57,7 @@ def test_draws_are_those_of_the_reference(rows: int, vocab: int, spread: float, 
 @triton.jit
 def _noise(bits, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     index = tl.arange(0, SIZE)
-    tl.store(out + index, draw._gumbel(tl.load(bits + index).to(tl.uint32)))
+    tl.store(out + index, _gumbel(tl.load(bits + index).to(tl.uint32)))
 
 
 def test_noise_has_the_precision_of_float32() -> None:
