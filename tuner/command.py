@@ -91,7 +91,8 @@ def _tune(settings: Settings, local: LocalModel, executor: EngineExecutor, conso
         try:
             _search(settings, executor, study, HotAudit(space, settings.study.seed), adviser, clock, console)
         except KeyboardInterrupt:
-            console.print("\nstopped; everything measured so far is kept, and the same command goes on from here")
+            console.print("\nstopped; everything measured so far is kept, and the same command goes on from here",
+                          soft_wrap=True)
             return ExitCode.interrupted
         is_held = conclude(settings, executor, study, space, baseline.facts, local, lambda: clock.left_s(0.0), console)
     return ExitCode.ok if is_held else ExitCode.nothing_holds

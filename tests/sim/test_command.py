@@ -111,7 +111,8 @@ def test_the_page_is_drawn(good_run: tuple[str, Path]) -> None:
     if program is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--headless", "--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=program,
+                                             args=["--headless", "--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1000, "height": 800})
         errors: list[object] = []
         page.on("pageerror", lambda error: errors.append(error))

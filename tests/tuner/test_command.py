@@ -176,9 +176,9 @@ def test_when_nothing_holds_it_says_what_binds(tmp_path: Path) -> None:
     assert not (tmp_path / "study" / "tuned.yaml").exists()
 
 
-def test_a_model_that_is_not_there_is_a_failure_to_start(tmp_path: Path) -> None:
-    told = tune(write(tmp_path), f"base={{model.source: {tmp_path / 'none.gguf'}}}")
-    assert told.status == 3 and len(told.err.splitlines()) == 1 and not told.out
+def test_a_model_that_is_not_there_is_a_wrong_setting(tmp_path: Path) -> None:
+    told = tune(write(tmp_path), f"base.model.source={tmp_path / 'none.gguf'}")
+    assert told.status == 2 and len(told.err.splitlines()) == 1 and not told.out
 
 
 @pytest.mark.parametrize("words, fragment", [
