@@ -31,7 +31,8 @@ def draw_gaps(axes: Axes, result: dict[str, Any]) -> None:
         axes.axvline(1e3 * row["limit_s"], color="black", linestyle=":", linewidth=1)
         axes.text(1e3 * row["limit_s"] * 1.04, 40, f"{objective}\nSLO", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="time between two tokens, ms", xlim=(8, 4000),
-             ylabel="share of the gaps that are longer, %", title=f"Poisson arrivals, mean {result['rate_per_s']:g}/s (one seed)")
+             ylabel="share of the gaps that are longer, %",
+             title=f"Poisson arrivals, mean {result['rate_per_s']:g}/s (one seed)")
     axes.set_xticks([10, 30, 100, 300, 1000, 3000], ["10", "30", "100", "300", "1000", "3000"])
     axes.set_yticks([0.001, 0.01, 0.1, 1, 10, 100], ["0.001", "0.01", "0.1", "1", "10", "100"])
     axes.minorticks_off()

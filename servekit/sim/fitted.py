@@ -35,10 +35,10 @@ class FittedStepTime:
     """A step's time as a sum of what its parts cost, each at least nothing.
 
     The layers cost a piecewise linear function of the step's tokens that never falls: reading the weights dominates a
-    few tokens, arithmetic many. To that come a cost for each key that a decode reads, for each key and each pair of
-    a chunk, for each request, sampled row and swapped block, and one for the step itself. The coefficients are the
-    non-negative least squares fit of relative errors (Lawson and Hanson, 1974), so that short steps count as much
-    as long ones. Steps longer than any it was fitted to go on at the last slope.
+    few tokens, arithmetic many; the first token bears what every step costs. To that come a cost for each key that a
+    decode reads, for each key and each pair of a chunk, for each request, sampled row and swapped block. The
+    coefficients are the non-negative least squares fit of relative errors (Lawson and Hanson, 1974), so that short
+    steps count as much as long ones. Steps longer than any it was fitted to go on at the last slope.
     """
 
     knots_tokens: tuple[int, ...]
@@ -101,9 +101,8 @@ def _features(shape: StepShape, knots_tokens: Sequence[int]) -> list[float]:
     for chunk_tokens, num_computed in shape.chunks:
         chunk_keys += num_computed + chunk_tokens
         chunk_pairs += chunk_tokens * num_computed + chunk_tokens * (chunk_tokens + 1) / 2
-    return [1.0 if num_tokens else 0.0, *_between(num_tokens, knots_tokens),
-            float(shape.num_decodes + len(shape.chunks)), float(shape.num_sampled), float(shape.decode_context_tokens),
-            chunk_keys, chunk_pairs, float(shape.num_swapped_blocks)]
+    return [*_between(num_tokens, knots_tokens), float(shape.num_decodes + len(shape.chunks)), float(shape.num_sampled),
+            float(shape.decode_context_tokens), chunk_keys, chunk_pairs, float(shape.num_swapped_blocks)]
 
 
 def _between(num_tokens: float, knots_tokens: Sequence[int]) -> list[float]:

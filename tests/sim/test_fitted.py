@@ -73,6 +73,17 @@ def test_noise_averages_out() -> None:
         assert model.step_s(shape) == pytest.approx(concave_s(shape), rel=0.1)
 
 
+def test_short_steps_count_as_much_as_long_ones() -> None:
+    """Prompts whose times nothing explains do not blur the decodes, whose times are a hundredth of theirs."""
+    rng = random.Random(9)
+    decodes = [StepShape(count, 100 * count, (), count) for count in range(1, 9)]
+    prompts = [StepShape(0, 0, [PromptChunk(rng.randint(500, 1000), 0)], 1) for _ in range(100)]
+    model = FittedStepTime.fit([*(TimedStep(shape, 0.004 + 0.001 * shape.num_decodes) for shape in decodes * 20),
+                                *(TimedStep(shape, rng.uniform(0.2, 2.0)) for shape in prompts)])
+    for shape in decodes:
+        assert model.step_s(shape) == pytest.approx(0.004 + 0.001 * shape.num_decodes, rel=0.02)
+
+
 def test_a_roofline_is_learnt() -> None:
     """Bends where no knot is, and the largest of two kinds of time: not what the model's form says, and close to it."""
     rng = random.Random(3)
@@ -122,7 +133,7 @@ def test_a_saved_model_is_the_same(tmp_path: Path) -> None:
     (None, "No such file"),
     (b"", "is not a fitted step-time model"),
     (b'{"format": 1}', "missing required field"),
-    (b'{"format": 2, "model": {"knots_tokens": [0], "coefficients": [1, 1, 1, 1, 1, 1, 1, 1], "num_steps": 1, '
+    (b'{"format": 2, "model": {"knots_tokens": [0], "coefficients": [1, 1, 1, 1, 1, 1, 1], "num_steps": 1, '
      b'"median_error": 0}}', "another version"),
     (b'{"format": 1, "model": {"knots_tokens": [0], "coefficients": [1, 1], "num_steps": 1, "median_error": 0}}',
      "another version")])

@@ -15,7 +15,8 @@ from servekit.config.prefill import ChunkedPrefillConfig
 from servekit.config.prefix_cache import NoPrefixCacheConfig
 from servekit.config.schema import SchedulerConfig
 from servekit.core.build import build_scheduler
-from servekit.core.plan import Plan
+from servekit.core.plan import Plan, PlanItem, Preempted, PreemptionKind
+from servekit.core.request import Request, RequestId, RequestSpec, SamplingParams
 from servekit.load.driver import Limits
 from servekit.load.records import RequestRecord
 from servekit.load.workload import WorkloadRequest
@@ -90,6 +91,19 @@ def test_a_preempted_request_waits_again() -> None:
     victim = next(spans for _, spans in timeline.requests() if any(s.activity is Activity.waiting for s in spans))
     assert [span.activity for span in victim] == [Activity.prompt, Activity.decode, Activity.waiting, Activity.prompt,
                                                   Activity.decode]
+
+
+def test_what_is_left_out_of_a_step_is_idle_while_it_runs_and_waits_after_a_preemption() -> None:
+    spec = RequestSpec(RequestId("a"), tuple(range(8)), SamplingParams(max_tokens=9), arrived_s=0.0)
+    mine = Request(spec, max_model_len=64)
+    whole, again = PlanItem(mine, 0, 8, samples=True), PlanItem(mine, 0, 9, samples=True)
+    plans = [Plan((whole,), 8), Plan((), 0, preempted=(Preempted(mine, PreemptionKind.recompute),)), Plan((again,), 9),
+             Plan((), 0), Plan((PlanItem(mine, 9, 1, samples=True),), 1)]
+    timeline = Timeline(60.0)
+    for number, plan in enumerate(plans):
+        timeline.step(plan, number, number + 1, 0)
+    assert spans_of(timeline, "a") == [(Activity.prompt, 0, 1), (Activity.waiting, 1, 2), (Activity.prompt, 2, 3),
+                                       (Activity.idle, 3, 4), (Activity.decode, 4, 5)]
 
 
 def random_requests() -> Sequence[WorkloadRequest]:
