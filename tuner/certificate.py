@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from servekit.config.bench import BenchConfig, SloConfig
+from servekit.config.bench import BenchConfig
 from servekit.config.compose import recompose
 from servekit.config.errors import ConfigError, require
 from servekit.config.resolve import as_dict, config_hash
@@ -49,26 +49,6 @@ _PACKAGES = ("servekit", "torch", "optuna", "numpy", "scipy")
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
-
-class PromiseText(msgspec.Struct, frozen=True):
-    """One promise of the objective."""
-
-    name: str
-    per_mille: int
-    limits_s: dict[str, float]
-    """By latency: ttft_s, tpot_s, itl_s, e2e_s."""
-
-    @classmethod
-    def of(cls, promise: Promise) -> PromiseText:
-        """A promise as it is written."""
-        limits = as_dict(promise.limits)
-        return cls(promise.name, promise.per_mille, {key: value for key, value in limits.items() if value is not None})
-
-    @property
-    def promise(self) -> Promise:
-        """As it is judged."""
-        return Promise(self.name, self.per_mille, SloConfig(**self.limits_s))
-
 
 class FinalistText(msgspec.Struct, frozen=True):
     """A configuration that was measured again."""
@@ -117,7 +97,7 @@ class Claim(msgspec.Struct, frozen=True):
     """What was measured."""
 
     made_at: str
-    slo: list[PromiseText]
+    slo: list[Promise]
     slo_fingerprint: str
     load: LoadText
     base_overrides: list[str]
@@ -137,7 +117,7 @@ class Claim(msgspec.Struct, frozen=True):
     @property
     def objective(self) -> Slo:
         """The objective as it is judged."""
-        return Slo(tuple(text.promise for text in self.slo))
+        return Slo(tuple(self.slo))
 
     @property
     def roles(self) -> dict[str, Role]:
@@ -225,7 +205,7 @@ def certify(folder: Path, slo: Slo, plan: LoadPlan, confirmed: Confirmed, attack
     finalists = [FinalistText(finalist.name, finalist.role, config_hash(finalist.config),
                               list(circumstances.overrides.get(finalist.name, ())), finalist.rate_per_s)
                  for finalist in confirmed.finalists]
-    claim = Claim(circumstances.made_at, [PromiseText.of(promise) for promise in slo.promises], slo.fingerprint,
+    claim = Claim(circumstances.made_at, list(slo.promises), slo.fingerprint,
                   LoadText.of(plan), list(circumstances.base_overrides), finalists, runs, attack_runs,
                   dict(confirmed.failures), dict(circumstances.search), dict(circumstances.versions),
                   dict(circumstances.device), {name: file_hash(folder / name) for name in names})
@@ -291,8 +271,8 @@ def verify(path: Path) -> Verification:
     """Compute everything that a certificate says again. Raises ConfigError if it cannot be read at all."""
     certificate, folder, result = read_certificate(path), path.parent, Verification()
     claim = certificate.claim
-    result.check("the certificate's own digest", _digest_problems(certificate, path.read_bytes()))
-    if not result.check(f"SHA-256 of {len(claim.files)} files", _file_problems(claim, folder)):
+    if not (result.check("the certificate's own digest", _digest_problems(certificate, path.read_bytes()))
+            and result.check(f"SHA-256 of {len(claim.files)} files", _file_problems(claim, folder))):
         return result
     runs, num_runs = _Runs(claim, folder), len(claim.runs)
     result.check("objective, workload and finalists", _claim_problems(claim))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import yaml  # type: ignore[import-untyped]
 
 from servekit.config.compose import compose_serve
 from servekit.config.describe import COMPONENT_KIND, components
-from servekit.config.resolve import config_hash, flatten
+from servekit.config.errors import ConfigError
+from servekit.config.resolve import as_dict, config_hash, flatten
 from servekit.config.schema import Config
 from servekit.tuner.judgement import FinalistFinding, Judgement
 from servekit.tuner.space import engine_settings
@@ -66,17 +68,25 @@ def _composed(text: str) -> Config:
 # --- the settings -----------------------------------------------------------------------------------------------------
 
 def layer_of(config: Config, base_overrides: Sequence[str]) -> dict[str, Any]:
-    """The fewest settings, nested as in a site file, that compose to this configuration."""
-    layer: dict[str, Any] = _groups_of(base_overrides)
-    start, wanted = _values(layer), flatten(config)
-    for section in _components():
-        kind = f"{section}.{COMPONENT_KIND}"
-        if start[kind] != wanted[kind]:
-            group = engine_settings().groups[section]
-            layer[group.name] = wanted[kind]
+    """Few settings, nested as in a site file, that compose to this configuration.
+
+    Groups come first and the rest is laid over them; groups that contradict each other without that rest cannot be
+    composed, and then fewer of them are named, at last none.
+    """
+    groups = _groups_of(base_overrides)
+    for start in (groups, {**groups, **_components_of(config)}, _components_of(config)):
+        with suppress(ConfigError):
+            return _layer_over(start, config)
+    return as_dict(config)
+
+
+def _layer_over(groups: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """These groups, those of the components that they do not choose, and what still differs."""
+    start, wanted = _values(groups), flatten(config)
+    layer = {**groups, **{name: kind for name, kind in _components_of(config).items()
+                          if start[f"{name.replace('/', '.')}.{COMPONENT_KIND}"] != kind}}
     if start[_SOURCE] != wanted[_SOURCE]:
-        layer = {**{name: option for name, option in layer.items() if name != "model"},
-                 "model": {"source": wanted[_SOURCE]}}
+        layer["model"] = {"source": wanted[_SOURCE]}
     for key, value in _differing(wanted, _values(layer)):
         _put(layer, key, value)
     return layer
@@ -92,10 +102,11 @@ def _groups_of(overrides: Sequence[str]) -> dict[str, Any]:
     return {name: yaml.safe_load(option) for key, _, option in given if (name := key.replace(".", "/")) in names}
 
 
-def _components() -> Iterator[str]:
-    """The sections whose component is chosen by a group."""
-    settings = engine_settings()
-    return (key for key, section in settings.sections.items() if key in settings.groups and components(section))
+def _components_of(config: Config) -> dict[str, Any]:
+    """The groups that choose this configuration's components, by their names; each file is named as its kind."""
+    settings, values = engine_settings(), flatten(config)
+    return {settings.groups[key].name: values[f"{key}.{COMPONENT_KIND}"] for key, section in settings.sections.items()
+            if key in settings.groups and components(section)}
 
 
 def _values(layer: Mapping[str, Any]) -> dict[str, object]:

@@ -393,9 +393,11 @@ class Scheduler:
     def _resolve_deadlock(self, decodes: Sequence[Request], draft: _Draft, now: float) -> None:
         """Where nobody gives way for a mere block: somebody does when no running request can go on."""
         waits = self._parts.preemption.waits_for_deadlock
-        while waits and not draft.items and len(self._running) > 1:
+        while waits and not draft.items and self._running:
+            self._plan_decodes(decodes, draft, now)  # Room may have been made for one that could not start after all.
+            if draft.items or len(self._running) == 1:
+                break
             self._preempt(self._parts.preemption.victim(self._running, self._parts.policy), draft, now)
-            self._plan_decodes(decodes, draft, now)
 
     def _plan_prompts(self, prompts: Sequence[Request], draft: _Draft, now: float) -> Bound:
         """Chunks for running prompts, then new requests; returns what kept more from starting."""

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from servekit.config.compose import compose_serve
@@ -43,6 +44,14 @@ def test_a_model_of_ones_own_and_what_the_default_model_would_add() -> None:
     assert found["model"] == {"source": "dummy:tiny", "max_model_len": 256}
 
 
+def test_groups_that_contradict_each_other_without_the_rest() -> None:
+    base = ("+preset=sarathi", "scheduler/policy=mlfq", "scheduler.preemption.victim=policy")
+    config = compose_serve([*base, "scheduler.max_num_seqs=4"]).config
+    with pytest.raises(ConfigError, match="victim"):
+        compose_serve(base[:2])
+    assert hash_of_layer(tuned_yaml(config, base, FOR)) == config_hash(config)
+
+
 CHOICES = st.fixed_dictionaries({}, optional={
     "+preset": st.sampled_from(["interactive", "batch", "sarathi", "[interactive,economy]"]),
     "model": st.just("smollm2-135m"), "model.max_model_len": st.integers(16, 4096),
@@ -59,7 +68,7 @@ def words(choices: dict[str, object]) -> list[str]:
     return [f"{key}={'null' if value is None else value}" for key, value in choices.items()]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(base=CHOICES, found=CHOICES)
 def test_it_composes_to_the_same_hash(base: dict[str, object], found: dict[str, object]) -> None:
     found = {key: value for key, value in found.items() if key not in ("+preset", "model")}
