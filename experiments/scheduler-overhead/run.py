@@ -69,7 +69,7 @@ class Load:
         planned = time.perf_counter()
         result = StepResult({item.request.request_id: Sampled(17) for item in plan.items if item.samples})
         answered = time.perf_counter()
-        self.scheduler.update(plan, result, self._now_s)
+        self.scheduler.update(plan, result, self._now_s + STEP_S)
         booked = time.perf_counter()
         if self._turnover:
             self._turn_over(plan)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from servekit.config.checks import at_least, fixed_kind, fraction
+from servekit.config.bounds import at_least, fixed_kind, within
 from servekit.config.errors import require
 
 
@@ -71,13 +71,13 @@ class AdmissionConfig:
 
     def __post_init__(self) -> None:
         section = "scheduler.admission"
-        at_least(section, "max_queue_requests", self.max_queue_requests, 1, 512)
-        at_least(section, "max_queue_tokens", self.max_queue_tokens, 1, None)
+        at_least(f"{section}.max_queue_requests", self.max_queue_requests, 1, 512)
+        at_least(f"{section}.max_queue_tokens", self.max_queue_tokens, 1, None)
         _check_timeout(f"{section}.queue_timeout_s", self.queue_timeout_s)
         _check_timeout(f"{section}.request_timeout_s", self.request_timeout_s)
         for priority, limits in self.classes.items():
             own = f"{section}.classes.{priority}"
-            at_least(own, "max_queue_requests", limits.max_queue_requests, 1, None)
+            at_least(f"{own}.max_queue_requests", limits.max_queue_requests, 1, None)
             _check_timeout(f"{own}.queue_timeout_s", limits.queue_timeout_s)
 
 
@@ -96,7 +96,7 @@ class OnDemandAdmissionConfig(AdmissionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         fixed_kind("admission", self.kind, Admission.on_demand)
-        fraction("scheduler.admission", "watermark", self.watermark, 0.0, 0.5)
+        within("scheduler.admission.watermark", self.watermark, 0.0, 0.5, 0.01)
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ class PredictedAdmissionConfig(AdmissionConfig):
         super().__post_init__()
         fixed_kind("admission", self.kind, Admission.predicted)
         section = "scheduler.admission"
-        fraction(section, "start_ratio", self.start_ratio, 0.0, 1.0)
-        fraction(section, "min_ratio", self.min_ratio, 0.0, 1.0)
+        within(f"{section}.start_ratio", self.start_ratio, 0.0, 1.0, 0.7)
+        within(f"{section}.min_ratio", self.min_ratio, 0.0, 1.0, 0.3)
         require(self.min_ratio <= self.start_ratio, f"{section}.min_ratio", self.min_ratio,
                 f"must not exceed {section}.start_ratio={self.start_ratio}, from which the share falls",
                 f"set {section}.min_ratio={self.start_ratio} for a share that stays")
-        at_least(section, "decay_steps", self.decay_steps, 1, 600)
-        at_least(section, "max_output_tokens", self.max_output_tokens, 1, 4096)
-        at_least(section, "margin_tokens", self.margin_tokens, 0, 20)
+        at_least(f"{section}.decay_steps", self.decay_steps, 1, 600)
+        at_least(f"{section}.max_output_tokens", self.max_output_tokens, 1, 4096)
+        at_least(f"{section}.margin_tokens", self.margin_tokens, 0, 20)

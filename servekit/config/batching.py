@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from servekit.config.checks import at_least, fixed_kind
+from servekit.config.bounds import at_least, fixed_kind
 from servekit.config.errors import require
 
 _SECTION = "scheduler.batching"
@@ -48,7 +48,7 @@ class StaticBatchingConfig(BatchingConfig):
 
     def __post_init__(self) -> None:
         fixed_kind("batching", self.kind, Batching.static)
-        at_least(_SECTION, "max_batch_delay_ms", self.max_batch_delay_ms, 0, 100)
+        at_least(f"{_SECTION}.max_batch_delay_ms", self.max_batch_delay_ms, 0, 100)
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class DynamicBatchingConfig(BatchingConfig):
 
     def __post_init__(self) -> None:
         fixed_kind("batching", self.kind, Batching.dynamic)
-        at_least(_SECTION, "batches_in_flight", self.batches_in_flight, 1, 1)
-        at_least(_SECTION, "max_batch_delay_ms", self.max_batch_delay_ms, 0, 0)
+        at_least(f"{_SECTION}.batches_in_flight", self.batches_in_flight, 1, 1)
+        at_least(f"{_SECTION}.max_batch_delay_ms", self.max_batch_delay_ms, 0, 0)
         for size in self.preferred_batch_sizes:
-            at_least(_SECTION, "preferred_batch_sizes", size, 1, "[]")
+            at_least(f"{_SECTION}.preferred_batch_sizes", size, 1, "[]")
 
     def batch_size(self, max_num_seqs: int) -> int:
         """Most requests in one batch. Raises `ConfigError` when it is no whole number or a preferred size exceeds it.

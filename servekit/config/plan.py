@@ -27,7 +27,7 @@ class PlanMemoryConfig:
     memory_fraction: float = 0.9
     """Share of the memory that the engine may use."""
     headroom: float = 0.1
-    """Share of that kept free for activations and peaks."""
+    """Share of that kept free for peaks."""
     block_size_tokens: int = 16
     """Tokens in one KV block; a request holds whole blocks."""
 

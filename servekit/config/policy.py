@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from servekit.config.bounds import above_zero, at_least
-from servekit.config.checks import fixed_kind
+from servekit.config.bounds import above_zero, at_least, fixed_kind
 from servekit.config.errors import require
 
 

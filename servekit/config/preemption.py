@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from servekit.config.checks import at_least, fixed_kind
+from servekit.config.bounds import at_least, fixed_kind
 
 
 class Preemption(Enum):
@@ -76,4 +76,4 @@ class SwapPreemptionConfig(PreemptionConfig):
 
     def __post_init__(self) -> None:
         fixed_kind("preemption", self.kind, Preemption.swap)
-        at_least("scheduler.preemption", "swap_space_bytes", self.swap_space_bytes, 1, None)
+        at_least("scheduler.preemption.swap_space_bytes", self.swap_space_bytes, 1, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from servekit.config.checks import at_least, fixed_kind
+from servekit.config.bounds import at_least, fixed_kind
 from servekit.config.errors import require
 
 _SECTION = "scheduler.prefill"
@@ -40,8 +40,8 @@ class ChunkedPrefillConfig(PrefillConfig):
 
     def __post_init__(self) -> None:
         fixed_kind("prefill", self.kind, Prefill.chunked)
-        at_least(_SECTION, "chunk_tokens", self.chunk_tokens, 1, 256)
-        at_least(_SECTION, "chunk_multiple_tokens", self.chunk_multiple_tokens, 1, 1)
+        at_least(f"{_SECTION}.chunk_tokens", self.chunk_tokens, 1, 256)
+        at_least(f"{_SECTION}.chunk_multiple_tokens", self.chunk_multiple_tokens, 1, 1)
         if self.chunk_tokens is not None:
             require(self.chunk_multiple_tokens <= self.chunk_tokens, f"{_SECTION}.chunk_multiple_tokens",
                     self.chunk_multiple_tokens,
@@ -74,8 +74,8 @@ class InterleavedPrefillConfig(PrefillConfig):
 
     def __post_init__(self) -> None:
         fixed_kind("prefill", self.kind, Prefill.interleaved)
-        at_least(_SECTION, "chunk_tokens", self.chunk_tokens, 1, 256)
-        at_least(_SECTION, "decode_steps", self.decode_steps, 1, 1)
+        at_least(f"{_SECTION}.chunk_tokens", self.chunk_tokens, 1, 256)
+        at_least(f"{_SECTION}.decode_steps", self.decode_steps, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class WholePrefillConfig(PrefillConfig):
 
     def __post_init__(self) -> None:
         fixed_kind("prefill", self.kind, Prefill.whole)
-        at_least(_SECTION, "waiting_served_ratio", self.waiting_served_ratio, 0, None)
-        at_least(_SECTION, "max_decode_steps", self.max_decode_steps, 1, 19)
+        at_least(f"{_SECTION}.waiting_served_ratio", self.waiting_served_ratio, 0, None)
+        at_least(f"{_SECTION}.max_decode_steps", self.max_decode_steps, 1, 19)
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,6 @@ class SeparatePrefillConfig(PrefillConfig):
 
     def __post_init__(self) -> None:
         fixed_kind("prefill", self.kind, Prefill.separate)
-        at_least(_SECTION, "decode_steps", self.decode_steps, 0, 1)
+        at_least(f"{_SECTION}.decode_steps", self.decode_steps, 0, 1)
         for bound in self.buckets_tokens:
-            at_least(_SECTION, "buckets_tokens", bound, 1, "[128,512,2048]")
+            at_least(f"{_SECTION}.buckets_tokens", bound, 1, "[128,512,2048]")

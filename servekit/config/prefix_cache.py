@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from servekit.config.checks import at_least, fixed_kind
+from servekit.config.bounds import at_least, fixed_kind
 
 
 class PrefixCache(Enum):
@@ -55,7 +55,7 @@ class SharingConfig:
     """Who shares: requests with equal cache_salt, or only those of one tenant among them."""
 
     def __post_init__(self) -> None:
-        at_least("scheduler.prefix_cache", "share_in_batch_tokens", self.share_in_batch_tokens, 1, 32)
+        at_least("scheduler.prefix_cache.share_in_batch_tokens", self.share_in_batch_tokens, 1, 32)
 
 
 @dataclass(frozen=True)

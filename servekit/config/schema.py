@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from servekit.config.admission import AdmissionConfig, OnDemandAdmissionConfig
-from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig
-from servekit.config.checks import at_least, fraction
+from servekit.config.batching import BatchingConfig, ContinuousBatchingConfig, DynamicBatchingConfig
+from servekit.config.bounds import at_least, within
 from servekit.config.combinations import contradiction
 from servekit.config.errors import require
 from servekit.config.policy import FifoPolicyConfig, PolicyConfig
@@ -51,12 +51,24 @@ class KernelSet(Enum):
 
 
 class Quantization(Enum):
-    """Integers that weight matrices are kept in; `auto` takes what the checkpoint stores, if the kernels have it."""
+    """Numbers that weight matrices are kept in; `auto` takes what the checkpoint stores, if the kernels have it."""
 
     auto = "auto"
     none = "none"
     int8 = "int8"
+    """Integers with a scale for each output channel."""
+    int8_dynamic = "int8_dynamic"
+    """The same, times activations that are rounded to such integers as well, row by row."""
     int4 = "int4"
+    """Integers in groups."""
+    fp8 = "fp8"
+    """Floats in e4m3 with a scale for each output channel."""
+    fp8_dynamic = "fp8_dynamic"
+    """The same, times activations that are rounded to such floats as well, row by row."""
+    mxfp4 = "mxfp4"
+    """Floats in e2m1 in groups of 32 with a power of two."""
+    nvfp4 = "nvfp4"
+    """Floats in e2m1 in groups of 16 with a scale in e4m3."""
 
 
 class RestartPolicy(Enum):
@@ -107,7 +119,10 @@ class ModelConfig:
     dtype: DType = DType.auto
     """Number format of weights and activations."""
     quantization: Quantization = Quantization.auto
-    """Integers that the weight matrices are kept in."""
+    """Numbers that the weight matrices are kept in; `auto` takes what the checkpoint stores."""
+    quantization_report: str | None = None
+    """File for the error of each matrix's products on random inputs, against the dense matrix of the checkpoint (of a
+    checkpoint that is quantised: against its dequantised matrix). null: none."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; null takes what the model was trained for."""
     generation_defaults: GenerationDefaults = GenerationDefaults.openai
@@ -116,7 +131,9 @@ class ModelConfig:
     """Seed of the random weights of a `dummy:` source."""
 
     def __post_init__(self) -> None:
-        at_least("model", "max_model_len", self.max_model_len, 2, None)
+        at_least("model.max_model_len", self.max_model_len, 2, None)
+        require(self.quantization_report != "", "model.quantization_report", self.quantization_report,
+                "must not be empty", "name a file, or set model.quantization_report=null")
         require(self.source != "", "model.source", self.source, "must not be empty",
                 "name a folder, a .gguf file, hf:org/name or dummy:<shape>, or choose model=smollm2-135m")
 
@@ -143,15 +160,33 @@ class EngineConfig:
     """Longest time from the start of the engine process to its readiness, in seconds."""
     step_log: str | None = None
     """File that every call to the scheduler is appended to, for an exact replay; it holds prompts. null: none."""
+    overlap: bool | None = None
+    """Plan and launch the next step while one runs; null does on a GPU only."""
+    cuda_graphs: bool | None = None
+    """Run decodes as CUDA graphs, captured at start; null does on a GPU with the Triton operations."""
+    graph_batch_sizes: tuple[int, ...] | None = None
+    """Batch sizes to capture, ascending; decodes are filled up to the next one. null: 1, 2, 4, 8, ... max_num_seqs."""
 
     def __post_init__(self) -> None:
-        at_least("engine", "threads", self.threads, 1, None)
-        at_least("engine", "max_restarts", self.max_restarts, 0, 3)
-        at_least("engine", "restart_window_s", self.restart_window_s, 1, 300)
-        at_least("engine", "heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 30)
-        at_least("engine", "startup_timeout_s", self.startup_timeout_s, 1, 1800)
+        at_least("engine.threads", self.threads, 1, None)
+        at_least("engine.max_restarts", self.max_restarts, 0, 3)
+        at_least("engine.restart_window_s", self.restart_window_s, 1, 300)
+        at_least("engine.heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 30)
+        at_least("engine.startup_timeout_s", self.startup_timeout_s, 1, 1800)
         require(self.step_log != "", "engine.step_log", self.step_log, "must not be empty",
                 "name a file, or set engine.step_log=null")
+        if self.graph_batch_sizes is not None:
+            self._check_graph_sizes(self.graph_batch_sizes)
+
+    def _check_graph_sizes(self, sizes: tuple[int, ...]) -> None:
+        key, given = "engine.graph_batch_sizes", list(sizes)
+        require(self.cuda_graphs is not False, key, given, "are batch sizes of graphs, and engine.cuda_graphs=false",
+                f"set {key}=null or engine.cuda_graphs=true")
+        require(bool(sizes), key, given, "must not be empty", f"set {key}=null, or engine.cuda_graphs=false for none")
+        require(min(sizes) >= 1, key, given, "must be numbers of at least 1", f"leave out {min(sizes)}")
+        ascending = sorted(set(sizes))
+        require(given == ascending, key, given, "must ascend, each size once",
+                f"set {key}=[{','.join(map(str, ascending))}]")
 
 
 @dataclass(frozen=True)
@@ -170,10 +205,10 @@ class MemoryConfig:
     """Number format of the KV cache; `auto` is bfloat16 beside quantised weights, else the model's."""
 
     def __post_init__(self) -> None:
-        at_least("memory", "block_size_tokens", self.block_size_tokens, 1, 16)
-        at_least("memory", "num_kv_blocks", self.num_kv_blocks, 1, None)
-        fraction("memory", "memory_fraction", self.memory_fraction, 0.01, 1.0)
-        fraction("memory", "headroom", self.headroom, 0.0, 0.9)
+        at_least("memory.block_size_tokens", self.block_size_tokens, 1, 16)
+        at_least("memory.num_kv_blocks", self.num_kv_blocks, 1, None)
+        within("memory.memory_fraction", self.memory_fraction, 0.01, 1.0, 0.5)
+        within("memory.headroom", self.headroom, 0.0, 0.9, 0.1)
 
 
 @dataclass(frozen=True)
@@ -200,8 +235,8 @@ class SchedulerConfig:
     """Whose requests they are, and what each tenant is entitled to."""
 
     def __post_init__(self) -> None:
-        at_least("scheduler", "max_num_seqs", self.max_num_seqs, 1, 128)
-        at_least("scheduler", "max_step_tokens", self.max_step_tokens, 1, 512)
+        at_least("scheduler.max_num_seqs", self.max_num_seqs, 1, 128)
+        at_least("scheduler.max_step_tokens", self.max_step_tokens, 1, 512)
         require(self.max_step_tokens >= self.max_num_seqs, "scheduler.max_step_tokens", self.max_step_tokens,
                 f"must be at least scheduler.max_num_seqs={self.max_num_seqs}, since each running request decodes "
                 "one token a step", f"set scheduler.max_step_tokens={self.max_num_seqs} or lower "
@@ -211,8 +246,9 @@ class SchedulerConfig:
                     self.prefill.chunk_tokens,
                     f"must not exceed the step budget scheduler.max_step_tokens={self.max_step_tokens}",
                     f"set scheduler.prefill.chunk_tokens={self.max_step_tokens} or raise scheduler.max_step_tokens")
-        problem = contradiction(self.batching, self.policy, self.prefill, self.preemption, self.prefix_cache,
-                                self.admission)
+        if isinstance(self.batching, DynamicBatchingConfig):
+            self.batching.batch_size(self.max_num_seqs)
+        problem = contradiction(self)
         if problem is not None:
             raise problem
 
@@ -247,11 +283,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "server.port", self.port, "must lie between 0 and 65535",
                 "0 takes any free port")
-        at_least("server", "drain_timeout_s", self.drain_timeout_s, 0, 30)
-        at_least("server", "stats_interval_s", self.stats_interval_s, 0.1, 10)
-        at_least("server", "max_body_bytes", self.max_body_bytes, 1024, 16777216)
-        at_least("server", "max_choices", self.max_choices, 1, 128)
-        at_least("server", "max_logprobs", self.max_logprobs, 0, 20)
+        at_least("server.drain_timeout_s", self.drain_timeout_s, 0, 30)
+        at_least("server.stats_interval_s", self.stats_interval_s, 0.1, 10)
+        at_least("server.max_body_bytes", self.max_body_bytes, 1024, 16777216)
+        at_least("server.max_choices", self.max_choices, 1, 128)
+        at_least("server.max_logprobs", self.max_logprobs, 0, 20)
 
 
 @dataclass(frozen=True)
@@ -268,3 +304,9 @@ class Config:
     """The scheduler."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """The HTTP server."""
+
+    def __post_init__(self) -> None:
+        sizes, most = self.engine.graph_batch_sizes, self.scheduler.max_num_seqs
+        require(sizes is None or sizes[-1] <= most, "engine.graph_batch_sizes", list(sizes or ()),
+                f"must not exceed scheduler.max_num_seqs={most}, the most decodes in a step",
+                f"leave out sizes above {most}, or raise scheduler.max_num_seqs")

@@ -16,8 +16,7 @@ from servekit.config.bench import (
     WorkloadConfig,
     check_load,
 )
-from servekit.config.bounds import above_zero, at_least, within
-from servekit.config.checks import fixed_kind
+from servekit.config.bounds import above_zero, at_least, fixed_kind, within
 from servekit.config.errors import require
 from servekit.config.roofline import EfficiencyConfig, GpuName, Precision
 from servekit.config.schema import SchedulerConfig

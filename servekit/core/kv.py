@@ -78,6 +78,10 @@ class KVManager:
             request.block_ids.extend(self._take(missing))
         return True
 
+    def missing_blocks(self, request: Request) -> int:
+        """Free blocks that a waiting request needs at least, to hold what is known of it."""
+        return self.blocks_for(request.num_tokens) - len(request.block_ids or self._match(request))
+
     def pause(self, request: Request) -> None:
         """The request computes no further for now, and keeps its blocks."""
         self._withdraw(request)

@@ -115,3 +115,5 @@ class StepResult:
     prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For requests that asked: log-probabilities of the prompt tokens after `start`, up to the chunk's end
     (the token at position p is scored by the logits of position p - 1)."""
+    graph_size: int | None = None
+    """Decodes that the CUDA graph is made for that computed the step; None: no graph did."""

@@ -8,6 +8,9 @@ from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 
+UNKNOWN_TOKEN = -1
+"""The last token of a request while a step is planned and the one that samples this token still runs."""
+
 
 class FinishReason(Enum):
     """Why a request ended. Every request ends with exactly one of these."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from servekit.config.admission import TimeoutAction
 from servekit.core.admission.base import Admission, QueueLimits
 from servekit.core.batching.base import Batching
 from servekit.core.kv import KVManager
+from servekit.core.paused import Holders, PausedRequests
 from servekit.core.plan import (
     BlockCopy,
     Bound,
@@ -29,6 +30,7 @@ from servekit.core.preemption.base import Preemption
 from servekit.core.prefill.base import Prefill, Turn
 from servekit.core.quota import TenantQuotas
 from servekit.core.request import (
+    UNKNOWN_TOKEN,
     FinishReason,
     Request,
     RequestEvent,
@@ -72,8 +74,10 @@ class _Draft:
     wake_s: float | None = None
     memory_ran_out: bool = False
     """A running request had to give way to another: nothing is admitted on top."""
-    weakest: Request | None = None
-    """Whom the policy would serve last of those that ran before this step, once it has been asked for."""
+    blocks_are_coming: bool = False
+    """A request gets its last token from the step that still runs: nobody gives way before its blocks are free."""
+    by_place: list[Request] | None = None
+    """Those that ran before this step, as the policy would serve them, once that has been asked for."""
 
     def add(self, item: PlanItem) -> None:
         self.items.append(item)
@@ -87,6 +91,16 @@ class _Draft:
             self.budget += dropped
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step that has been planned and not booked."""
+
+    plan: Plan
+    planned_s: float
+    is_assumed: bool = False
+    """Whether a later step has been planned as if this one were done."""
+
+
 class Scheduler:
     """Requests in, plans out, results in, events out.
 
@@ -98,6 +112,11 @@ class Scheduler:
 
     The caller passes the time, in seconds on any clock that never goes back. Every accepted request ends with
     exactly one event that has a `finish`; so does every refused one.
+
+    A step may be planned before the one before it is booked. Whatever that one computes is taken as done, and a token
+    that it samples as a token whose value comes later, so no request is planned past what is certain of its length. A
+    request that turns out to have ended has computed one token for nothing; its blocks are free at once, since a
+    device computes steps in their order and whoever gets the blocks writes to them later.
     """
 
     def __init__(self, components: Components, kv: KVManager, max_step_tokens: int, max_model_len: int) -> None:
@@ -109,15 +128,16 @@ class Scheduler:
         self._waiting = components.policy
         self._running: list[Request] = []
         """In order of admission."""
-        self._paused: list[Request] = []
-        """Waiting requests that lost their slot and kept their blocks."""
+        self._paused = PausedRequests(components.policy)
         self._num_waiting_tokens = 0
         self._num_waiting_of: Counter[int] = Counter()
         """Waiting requests by class."""
         self._held: dict[RequestId, list[RequestEvent]] = {}
         """Events that batching holds back until the batch is done."""
-        self._planned_s = 0.0
-        """When the last step was planned."""
+        self._steps: deque[_Step] = deque()
+        """Planned and not booked: the one that runs and the one that is planned ahead of it, at most."""
+        self._booked_s = 0.0
+        """When the last step was booked."""
         self._deadlines: list[_Deadline] = []
         """Heap of times at which a request may have to end; ids of requests that are gone are skipped."""
         self._deadline_numbers = itertools.count()
@@ -166,7 +186,7 @@ class Scheduler:
         request_ids = list(request_ids)
         found = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         for request in found:
-            self._remove(request, now)
+            self._retire([request], now)
         events = [_closing(request, reason, message, now) for request in found]
         if not self._held:
             return events
@@ -179,10 +199,17 @@ class Scheduler:
     # A step.
 
     def schedule(self, now: float) -> Plan:
-        """Decide the next step at time `now`: what is computed, who gives way, who is out of time."""
+        """Decide the next step at time `now`: what is computed, who gives way, who is out of time.
+
+        At most one step before it may still be without its `update`.
+        """
         ended = self._expire(now)
         draft = _Draft(self._max_step_tokens)
+        if self._steps:
+            self._assume_done(self._steps[-1])
         decodes, prompts = self._split_running()
+        if self._steps:
+            decodes = self._without_last_tokens(decodes, draft)
         turn = self._parts.prefill.turn(len(decodes), len(prompts), len(self._waiting))
         bound = Bound.prefill if self._waiting else Bound.nothing_waiting
         if turn is not Turn.prompts:
@@ -195,37 +222,49 @@ class Scheduler:
         return self._plan(draft, ended, bound, now)
 
     def update(self, plan: Plan, result: StepResult, now: float) -> list[RequestEvent]:
-        """Book what the executor computed for `plan` by time `now`; returns what the clients get to hear."""
+        """Book what the executor computed for `plan` by time `now`; returns what the clients get to hear.
+
+        Plans are booked in the order in which they were made.
+        """
+        step = self._steps.popleft()
+        assert step.plan is plan, "a step is booked before the one that was planned before it"
+        is_assumed = step.is_assumed
         events = [_closing(*ending, now) for ending in plan.ended]
-        self._kv.copies_done()
+        if not is_assumed:
+            self._kv.copies_done()
         stats, register, sampled_by = self.stats, self._kv.register, result.sampled
         classes, tenants = stats.classes, stats.tenants
         num_sampled = num_prompt_tokens = 0
         finished: list[Request] = []
         for request, start, num_tokens, samples in plan.items:
-            if request.status is not Status.running:
-                continue  # It was aborted while the step ran.
-            request.num_computed = start + num_tokens
+            if request.status is Status.finished:
+                continue  # It was aborted while the step ran, or had ended with the step before.
+            if not is_assumed:
+                request.num_computed = start + num_tokens
             if num_tokens > 1 or start < request.num_prompt:
                 num_prompt_tokens += num_tokens
             if result.failed and request.request_id in result.failed:
                 events.append(_closing(request, FinishReason.error, result.failed[request.request_id], now))
                 finished.append(request)
                 continue
-            register(request)
+            if request.status is Status.running:
+                register(request)  # Else the step that was planned ahead has taken its blocks.
             if result.prompt_logprobs and request.request_id in result.prompt_logprobs:
                 _keep_scores(request, start, result.prompt_logprobs[request.request_id])
             if samples:
                 num_sampled += 1
                 classes[request.priority].generation_tokens += 1
                 tenants[request.tenant].generation_tokens += 1
+                if is_assumed:
+                    request.token_ids.pop()
                 event = _append(request, sampled_by[request.request_id], now)
                 events.append(event)
                 if event.finish is not None:
                     finished.append(request)
         stats.generation_tokens += num_sampled
         stats.prompt_tokens += num_prompt_tokens
-        self._parts.policy.stepped(plan.items, now - self._planned_s, now)
+        self._parts.policy.stepped(plan.items, now - max(step.planned_s, self._booked_s), now)
+        self._booked_s = now
         self._parts.quotas.stepped(plan.items, now)
         if finished:
             self._retire(finished, now)
@@ -341,11 +380,29 @@ class Scheduler:
                 request.is_late = True
                 self._enqueue(request, now)
                 continue
-            self._remove(request, now)
+            self._retire([request], now)
             ended.append(Ending(request, reason, _timeout_message(reason, now - request.arrived_s)))
         return ended
 
     # Planning.
+
+    def _assume_done(self, step: _Step) -> None:
+        """Go on from a step that may still run as if it were booked, with a stand-in for each token that it samples."""
+        assert step is self._steps[0], "two steps are planned and neither is booked"
+        step.is_assumed = True
+        self._kv.copies_done()
+        for request, start, num_tokens, samples in step.plan.items:
+            if request.status is not Status.running:
+                continue  # It was aborted, or had ended with the step before.
+            request.num_computed = start + num_tokens
+            if samples:
+                request.token_ids.append(UNKNOWN_TOKEN)
+
+    def _without_last_tokens(self, decodes: Sequence[Request], draft: _Draft) -> list[Request]:
+        """All but those that end with the step that still runs, whatever their last token is."""
+        going_on = [request for request in decodes if len(request.token_ids) < request.max_total_tokens]
+        draft.blocks_are_coming = len(going_on) < len(decodes)
+        return going_on
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
         """Running requests that decode, and those with a part of their prompt, or of what they lost, to compute."""
@@ -364,7 +421,7 @@ class Scheduler:
         first in order always advances, and nothing waits for ever.
         """
         block_size, grow, add = self._kv.block_size_tokens, self._kv.grow, draft.items.append
-        waits = self._parts.preemption.waits_for_deadlock
+        waits = self._parts.preemption.waits_for_deadlock or draft.blocks_are_coming
         num_added = 0
         for request in decodes:
             if request.status is not Status.running:
@@ -392,7 +449,7 @@ class Scheduler:
 
     def _resolve_deadlock(self, decodes: Sequence[Request], draft: _Draft, now: float) -> None:
         """Where nobody gives way for a mere block: somebody does when no running request can go on."""
-        waits = self._parts.preemption.waits_for_deadlock
+        waits = self._parts.preemption.waits_for_deadlock and not draft.blocks_are_coming
         while waits and not draft.items and self._running:
             self._plan_decodes(decodes, draft, now)  # Room may have been made for one that could not start after all.
             if draft.items or len(self._running) == 1:
@@ -459,41 +516,51 @@ class Scheduler:
     def _find_blocks(self, request: Request, displaced: list[Request], draft: _Draft, now: float) -> bool:
         """Give the request its blocks; paused requests, and running ones that it displaces, make room."""
         while True:
-            holders = self._running + [paused for paused in self._paused if paused is not request]
-            copies = self._parts.admission.try_start(request, self._kv, holders)
+            copies = self._parts.admission.try_start(request, self._kv, self._holders(but=request))
             if copies is not None:
                 draft.swap_in += copies
                 return True
             if self._reclaim_paused(draft, sparing=request):
                 continue
             victim = self._displaced_by(request, draft, now)
-            if victim is None:
+            if victim is None or not self._could_fit(request, draft, now):
                 return False
             self._stop(victim, draft)
             self._evict(victim, draft)
             displaced.append(victim)
 
+    def _holders(self, but: Request) -> Holders:
+        return Holders(self._running, self._paused, but)
+
+    def _could_fit(self, request: Request, draft: _Draft, now: float) -> bool:
+        """Whether there would be blocks enough if everybody gave way whose place it may take."""
+        displaces, num_before = self._parts.policy.displaces, len(self._running) - len(draft.started)
+        given_up = sum(len(victim.block_ids) for victim in self._running[:num_before]
+                       if displaces(request, victim, now))
+        return self._kv.missing_blocks(request) <= self._kv.pool.num_free + given_up
+
     def _pause(self, victim: Request, draft: _Draft) -> Request:
         """Take a running request's slot and leave it its blocks."""
         self._stop(victim, draft)
         self._kv.pause(victim)
-        self._paused.append(victim)
+        self._paused.add(victim)
         draft.preempted.append(Preempted(victim, PreemptionKind.pause))
         self.stats.preemptions_by_kind[PreemptionKind.pause.value] += 1
         return victim
 
     def _displaced_by(self, request: Request, draft: _Draft, now: float) -> Request | None:
         """Whose place the request may take; nobody's who starts in this very step, with copies still to be made."""
-        if draft.weakest is None:
+        if draft.by_place is None:
             running = self._running[:len(self._running) - len(draft.started)]
-            draft.weakest = self._parts.policy.last(running) if running else None
-        victim = draft.weakest
+            draft.by_place = sorted(running, key=self._parts.policy.place)
+        while draft.by_place and draft.by_place[-1].status is not Status.running:
+            draft.by_place.pop()
+        victim = draft.by_place[-1] if draft.by_place else None
         return victim if victim is not None and self._parts.policy.displaces(request, victim, now) else None
 
     def _start(self, request: Request, draft: _Draft, now: float) -> None:
         self._leave_queue(request)
-        if request in self._paused:
-            self._paused.remove(request)
+        self._paused.discard(request)
         request.status = Status.running
         self._running.append(request)
         draft.started.append(request)
@@ -517,7 +584,6 @@ class Scheduler:
         request.num_lost = 0
 
     def _plan(self, draft: _Draft, ended: list[Ending], bound: Bound, now: float) -> Plan:
-        self._planned_s = now
         self._parts.prefill.stepped(draft.items)
         self._parts.admission.stepped(draft.items)
         self.stats.swapped_out_blocks += len(draft.swap_out)
@@ -526,9 +592,11 @@ class Scheduler:
             self.stats.num_steps += 1
             self.stats.bound[bound.value] += 1
         wakes = [wake_s for wake_s in (self._next_deadline(), draft.wake_s) if wake_s is not None]
-        return Plan(items=tuple(draft.items), num_tokens=sum(item.num_tokens for item in draft.items),
+        plan = Plan(items=tuple(draft.items), num_tokens=sum(item.num_tokens for item in draft.items),
                     preempted=tuple(draft.preempted), swap_out=tuple(draft.swap_out), swap_in=tuple(draft.swap_in),
                     ended=tuple(ended), bound=bound, wake_s=min(wakes, default=None))
+        self._steps.append(_Step(plan, now))
+        return plan
 
     # Giving way.
 
@@ -541,7 +609,6 @@ class Scheduler:
 
     def _stop(self, victim: Request, draft: _Draft) -> None:
         self._running.remove(victim)
-        draft.weakest = None
         victim.status = Status.waiting
         victim.num_preemptions += 1
         self.stats.preemptions += 1
@@ -549,11 +616,10 @@ class Scheduler:
 
     def _reclaim_paused(self, draft: _Draft, sparing: Request | None = None) -> bool:
         """Take the blocks of a paused request; False when there is none."""
-        paused = [request for request in self._paused if request is not sparing]
-        if not paused:
+        victim = self._paused.last(sparing)
+        if victim is None:
             return False
-        victim = self._parts.policy.last(paused)
-        self._paused.remove(victim)
+        self._paused.discard(victim)
         self._evict(victim, draft)
         return True
 
@@ -565,16 +631,12 @@ class Scheduler:
 
     # Departure.
 
-    def _remove(self, request: Request, now: float) -> None:
-        """Take a request out wherever it is."""
-        if request.status is Status.waiting:
-            self._leave_queue(request)
-        if request in self._paused:
-            self._paused.remove(request)
-        self._retire([request], now)
-
     def _retire(self, requests: Sequence[Request], now: float) -> None:
+        """Take requests out wherever they are."""
         for request in requests:
+            if request.status is Status.waiting:
+                self._leave_queue(request)
+                self._paused.discard(request)
             self._kv.release(request)
             request.status = Status.finished
             del self._requests[request.request_id]

@@ -93,8 +93,8 @@ def another_value(key: Key) -> Any:
     if types := mapping_types(key.annotation):
         return {7 if types.name is int else "a": another_entry(types.value)}
     if is_tuple(key.annotation):
-        return [*key.default, 1024] if isinstance(key.default, tuple) else [1024]
-    if isinstance(key.default, bool):
+        return [*key.default, 1024] if isinstance(key.default, tuple) else [100]
+    if "bool" in str(key.annotation):
         return not key.default
     if isinstance(key.default, Enum):
         return next((name for name in type(key.default).__members__ if name != key.default.name), key.default.name)
@@ -125,12 +125,21 @@ def written(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else show(value)
 
 
+COMPANIONS = {
+    "scheduler.policy.own_batches": ["scheduler/batching=static", "scheduler.policy.preempt=false"],
+    "scheduler.batching.preferred_batch_sizes": ["scheduler.max_num_seqs=1024", "scheduler.max_step_tokens=1024"],
+    "scheduler.tenants.weights": ["scheduler/policy=vtc"],
+}
+"""Without which the value that a test gives these keys is refused."""
+
+
 def choices_for(root: Root[Any], key: Key) -> list[str]:
-    """What must be chosen for the key to exist."""
+    """What must be chosen for the key to exist, and to go with the rest."""
+    chosen = list(COMPANIONS.get(key.name, []))
     if not key.kinds:
-        return []
+        return chosen
     section, kind = key.section, key.kinds[0]
-    chosen = [f"{section}.{COMPONENT_KIND}={kind}"]
+    chosen.append(f"{section}.{COMPONENT_KIND}={kind}")
     if kind in ("azure", "mooncake") or (section == "arrival" and kind == "trace"):
         chosen += ["workload=azure", "workload.path=x"]
     return chosen
@@ -158,7 +167,7 @@ def every_serve_value() -> dict[str, Any]:
 def test_every_key_can_be_set_in_the_environment() -> None:
     values = every_serve_value()
     environ = {f"SERVEKIT__{key.upper().replace('.', '__')}": written(value) for key, value in values.items()}
-    composed = serve(environ=environ)
+    composed = serve("scheduler/policy=vtc", environ=environ)
     for key, value in values.items():
         assert value_and_origin(composed, key) == (value, f"SERVEKIT__{key.upper().replace('.', '__')}")
 
@@ -166,7 +175,7 @@ def test_every_key_can_be_set_in_the_environment() -> None:
 def test_every_key_can_be_set_in_a_site_file(site: Any) -> None:
     values = every_serve_value()
     path = site(yaml.safe_dump(values))
-    composed = serve(file=path)
+    composed = serve("scheduler/policy=vtc", file=path)
     for key, value in values.items():
         assert value_and_origin(composed, key) == (value, str(path))
 

@@ -20,7 +20,7 @@ from servekit.config.batching import (
     DynamicBatchingConfig,
     StaticBatchingConfig,
 )
-from servekit.config.combinations import contradiction
+from servekit.config.errors import ConfigError
 from servekit.config.policy import (
     FairPolicyConfig,
     FifoPolicyConfig,
@@ -126,9 +126,11 @@ class Combination:
 
     @property
     def is_valid(self) -> bool:
-        return contradiction(
-            BATCHINGS[self.batching], POLICIES[self.policy], PREFILLS[self.prefill], PREEMPTIONS[self.preemption],
-            PREFIX_CACHES[self.prefix_cache], ADMISSIONS[self.admission]) is None
+        try:
+            self.config()
+        except ConfigError:
+            return False
+        return True
 
 
 def combinations(batching: str, policy: str) -> Iterator[Combination]:

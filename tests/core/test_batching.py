@@ -58,9 +58,6 @@ class Line(PolicyDefaults):
     def in_order(self, now: float) -> Iterator[Request]:
         return iter(self.requests)
 
-    def last(self, requests: Sequence[Request]) -> Request:
-        return max(requests, key=self.requests.index)
-
     def batch_of(self, request: Request) -> str:
         return request.tenant
 

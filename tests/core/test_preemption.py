@@ -13,6 +13,7 @@ from servekit.config.prefill import ChunkedPrefillConfig, PrefillConfig, SplitFu
 from servekit.core.kv import KVManager
 from servekit.core.plan import Plan
 from servekit.core.policy.base import PolicyDefaults
+from servekit.core.policy.queue import Rank
 from servekit.core.preemption.none import NoPreemption
 from servekit.core.preemption.victims import choose_victim
 from servekit.core.prefix.none import NoPrefixIndex
@@ -45,8 +46,8 @@ def running_request(name: str, *, arrived: int, prompt: int, output: int, blocks
 class LastByName(PolicyDefaults):
     """A policy that would serve last whose name comes last."""
 
-    def last(self, requests: list[Request]) -> Request:
-        return max(requests, key=lambda request: request.request_id)
+    def place(self, request: Request) -> Rank:
+        return tuple(map(ord, request.request_id))
 
 
 # The rules.

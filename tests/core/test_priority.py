@@ -70,6 +70,18 @@ def test_a_better_class_takes_the_blocks_of_a_lower_one() -> None:
     assert harness.finish("low-new") == "length"
 
 
+def test_nobody_gives_way_to_one_that_would_not_fit_all_the_same() -> None:
+    harness = harness_of(PriorityPolicyConfig(), slots=4, num_blocks=20)
+    harness.add(make_spec("high-old", 40, 20, priority=0), make_spec("low", 8, 20, priority=1))
+    harness.step()
+    harness.add(make_spec("high-new", 50, 4, priority=0))
+    for _ in range(3):
+        assert harness.step().preempted == ()
+        assert running(harness) == ["high-old", "low"]
+    harness.drain()
+    assert harness.finish("high-new") == "length"
+
+
 def test_who_lost_its_place_goes_on_before_later_ones_of_its_class() -> None:
     harness = harness_of(PriorityPolicyConfig(), slots=1)
     harness.add(make_spec("low", 4, 30, priority=1))

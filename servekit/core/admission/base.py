@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from servekit.core.request import Request
 class Admission(Protocol):
     """The memory side of starting a request."""
 
-    def try_start(self, request: Request, kv: KVManager, holders: Sequence[Request]) -> list[BlockCopy] | None:
+    def try_start(self, request: Request, kv: KVManager, holders: Collection[Request]) -> list[BlockCopy] | None:
         """Give the request the blocks it needs to start; None, and nothing changed, when they are not free.
 
         `holders` are the other requests with blocks on the device. The answer is what to copy from the host's

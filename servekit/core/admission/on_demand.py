@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from servekit.core.kv import KVManager
 from servekit.core.plan import BlockCopy, PlanItem
@@ -21,7 +21,7 @@ class OnDemandAdmission:
     def __init__(self, watermark: float) -> None:
         self._watermark = watermark
 
-    def try_start(self, request: Request, kv: KVManager, holders: Sequence[Request]) -> list[BlockCopy] | None:
+    def try_start(self, request: Request, kv: KVManager, holders: Collection[Request]) -> list[BlockCopy] | None:
         reserve_blocks = int(self._watermark * kv.num_blocks) if holders else 0
         return kv.start(request, request.num_tokens, reserve_blocks)
 

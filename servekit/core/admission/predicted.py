@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from servekit.core.kv import KVManager
 from servekit.core.plan import BlockCopy, PlanItem
@@ -34,7 +34,7 @@ class PredictedAdmission:
         """Since the last step was planned."""
         self.ratio = start_ratio
 
-    def try_start(self, request: Request, kv: KVManager, holders: Sequence[Request]) -> list[BlockCopy] | None:
+    def try_start(self, request: Request, kv: KVManager, holders: Collection[Request]) -> list[BlockCopy] | None:
         if not holders:
             self.ratio = self._start_ratio
         reserve_blocks = self._reserve_blocks(request, holders, kv) if holders else 0
@@ -55,7 +55,7 @@ class PredictedAdmission:
         self._just_started.clear()
         self._memory_ran_out = False
 
-    def _reserve_blocks(self, request: Request, holders: Sequence[Request], kv: KVManager) -> int:
+    def _reserve_blocks(self, request: Request, holders: Collection[Request], kv: KVManager) -> int:
         """Blocks that must be free beyond those for the request's tokens so far: more than the outputs will take."""
         outputs = self._remaining_output(request) + sum(
             self._remaining_output(holder) * (1.0 if holder in self._just_started else self.ratio)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from servekit.config.admission import Reserve
 from servekit.core.kv import KVManager
@@ -22,7 +22,7 @@ class WorstCaseAdmission:
         self._reserve = reserve
         self._max_model_len = max_model_len
 
-    def try_start(self, request: Request, kv: KVManager, holders: Sequence[Request]) -> list[BlockCopy] | None:
+    def try_start(self, request: Request, kv: KVManager, holders: Collection[Request]) -> list[BlockCopy] | None:
         return kv.start(request, max(request.num_tokens, self._length(request)), reserve_blocks=0)
 
     def preempted(self, holders: Sequence[Request]) -> None:

@@ -35,6 +35,9 @@ class Policy(Protocol):
         of a lower rank give way (priority, srtf, mlfq).
         """
 
+    def place(self, request: Request) -> Rank:
+        """Where a request that has begun is among its like: the larger, the later the policy would serve it."""
+
     def last(self, requests: Sequence[Request]) -> Request:
         """Whom of these the policy would serve last: the usual victim of a preemption."""
 
@@ -61,8 +64,15 @@ class Policy(Protocol):
 
 
 class PolicyDefaults:
-    """What most policies answer: running requests keep their places, any request may start, nothing is kept count of.
+    """What most policies answer: the newest gives way to memory's needs but to no other request, any request may
+    start, nothing is kept count of.
     """
+
+    def place(self, request: Request) -> Rank:
+        return (request.sequence_number,)
+
+    def last(self, requests: Sequence[Request]) -> Request:
+        return max(requests, key=self.place)
 
     def displaces(self, candidate: Request, victim: Request, now: float) -> bool:
         return False
@@ -115,8 +125,8 @@ class KeyedPolicy(PolicyDefaults, ABC):
     def in_order(self, now: float) -> Iterator[Request]:
         return self._queue.in_order(now)
 
-    def last(self, requests: Sequence[Request]) -> Request:
-        return max(requests, key=self.key)
+    def place(self, request: Request) -> Rank:
+        return self.key(request)
 
     def check(self) -> None:
         self._queue.check()

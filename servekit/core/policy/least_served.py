@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isclose
 
@@ -126,9 +126,6 @@ class LeastServedPolicy(PolicyDefaults, ABC):
         within, over = self._by_quota(now)
         yield from _by_turns(within, now)
         yield from _by_turns(over, now)
-
-    def last(self, requests: Sequence[Request]) -> Request:
-        return max(requests, key=lambda request: request.sequence_number)
 
     def started(self, request: Request, now: float) -> None:
         if request.num_preemptions == 0:

@@ -38,8 +38,8 @@ class PriorityPolicy(KeyedPolicy):
             return (request.priority * self._ageing_s + request.arrived_s, request.sequence_number)
         return (request.priority, not request.has_begun, request.is_late, request.sequence_number)
 
-    def last(self, requests: Sequence[Request]) -> Request:
-        return max(requests, key=lambda request: (request.priority, request.sequence_number))
+    def place(self, request: Request) -> Rank:
+        return (request.priority, request.sequence_number)
 
     def displaces(self, candidate: Request, victim: Request, now: float) -> bool:
         return (self._preempt and candidate.priority < victim.priority
