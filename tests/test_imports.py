@@ -131,4 +131,4 @@ def test_no_environment_variable_decides_behaviour_below_the_command_line() -> N
     readers = {name_of(path) for path in FILES if "os.environ" in path.read_text() or "getenv(" in path.read_text()}
     # The model source only hands the environment on to pip.
     assert readers <= {"servekit/cli.py", "servekit/server/launch.py", "servekit/engine/llm.py",
-                       "servekit/load/bench.py", "servekit/model/source.py", "tuner/command.py"}
+                       "servekit/load/bench.py", "servekit/model/source.py", "tuner/own_engine.py"}

@@ -12,6 +12,8 @@ How a trial is judged:
 - `statistics`: what a finished run says about the truth, with requests that resemble each other
 - `trial`: the contract between search and measurement. A `Candidate` goes in, an `Outcome` comes out, an `Executor`
   turns one into the other and never raises for what a configuration does
+- `executor`: the `Executor` that searches for a rate, over a `Host`, which brings configurations up: `engine_host` for
+  servekit's own engine, `server_host` for any other server. `subject`: where else these two differ
 
 How the next one is found:
 

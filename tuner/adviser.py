@@ -29,6 +29,7 @@ from servekit.sim.engine_model import EngineModel
 from servekit.sim.fitted import FittedStepTime, TimedStep
 from servekit.sim.simulation import Simulation
 from servekit.tuner.executor import RunLength
+from servekit.tuner.launch import Configuration
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.rate_search import RateSearch
 from servekit.tuner.slo import Promise, Slo
@@ -160,8 +161,11 @@ class Adviser:
 
     # --- what it says ---
 
-    def predict(self, config: Config, search: RateSearch) -> Prediction | None:
-        """What a search for the highest rate would find. None: nothing like it has run, or it is no configuration."""
+    def predict(self, config: Configuration, search: RateSearch) -> Prediction | None:
+        """What a search for the highest rate would find. None: nothing like it has run, it is no
+        configuration, or that of another server."""
+        if not isinstance(config, Config):
+            return None
         try:
             engine = self._engine(config)
         except ConfigError:
@@ -198,7 +202,7 @@ class Adviser:
         return replace(outcome, facts={**outcome.facts, **_described(prediction)})
 
     def suggestions(self, space: Space, assemble: Assemble, incumbent_per_s: float,
-                    clock: Callable[[], float] = time.monotonic) -> list[Config]:
+                    clock: Callable[[], float] = time.monotonic) -> list[Configuration]:
         """From time to time, while the adviser is trusted: of many random points those that should beat the incumbent.
 
         The best come first. What cannot be looked at in a few seconds is left out.
@@ -213,7 +217,7 @@ class Adviser:
         return list(different.values())[:NUM_SUGGESTIONS]
 
     def _ranked(self, space: Space, assemble: Assemble, incumbent_per_s: float, until_s: float,
-                clock: Callable[[], float]) -> Iterator[tuple[float, Config]]:
+                clock: Callable[[], float]) -> Iterator[tuple[float, Configuration]]:
         """Predicted rates of random points that hold at the incumbent's."""
         for _ in range(NUM_RANDOM_POINTS):
             if clock() > until_s:

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from servekit.config.errors import require
 from servekit.engine.client import StartError
-from servekit.engine.messages import EngineFacts
 from servekit.load.metrics import RequestLatencies
-from servekit.tuner.executor import EngineExecutor, EngineFailed
+from servekit.tuner.executor import Description, EngineFailed, TrialExecutor
 from servekit.tuner.run_log import read_run
 from servekit.tuner.settings import Settings
 from servekit.tuner.slo import Promise, Slo
@@ -32,21 +31,22 @@ _PROBE_RATE_PER_S = 1000.0
 class Baseline:
     """What the first look at the base configuration found."""
 
-    facts: EngineFacts
+    description: Description
     single: RequestLatencies
     """The best of a few requests alone, each figure by itself: nothing can be faster."""
     capacity_per_s: float
     """Requests per second when many wait."""
 
 
-def look_at_base(settings: Settings, executor: EngineExecutor, console: Console) -> Baseline:
+def look_at_base(settings: Settings, executor: TrialExecutor, console: Console) -> Baseline:
     """Start the base configuration, and see what one request takes and how many per second come through."""
     with console.status("starting the base configuration"):
-        facts = _running(lambda: executor.facts_of(settings.base))
-    longest = executor.plan.longest_tokens(2000)
-    require(longest <= facts.max_model_len, "workload", longest,
-            f"has a request of {longest} tokens, and the engine holds {facts.max_model_len}",
-            "set workload.length_scale lower, or base.model.max_model_len and base.memory higher")
+        description = _running(lambda: executor.describe(settings.base))
+    longest, held = executor.plan.longest_tokens(2000), description.max_model_len
+    require(held is None or longest <= held, "workload", longest,
+            f"has a request of {longest} tokens, and the engine holds {held}",
+            "set workload.length_scale lower, or base.model.max_model_len and base.memory higher"
+            if settings.server is None else "set workload.length_scale lower, or the length in start_command higher")
     with console.status("one request alone, then as many as come"):
         _, alone = _running(lambda: executor.measure_at(settings.base, _ALONE_RATE_PER_S, _ALONE_REQUESTS, "alone",
                                                         cold=False, stops_early=False))
@@ -55,9 +55,11 @@ def look_at_base(settings: Settings, executor: EngineExecutor, console: Console)
     single = [request.latencies for request in read_run(alone).measured if request.latencies]
     crowded = [request for request in read_run(crowd).measured if request.latencies]
     if not single or not crowded:
-        raise StartError("the base configuration answers no request of the workload")
+        failed = next((request.failure_text for request in read_run(crowd).measured if request.failure_text), None)
+        raise StartError("the base configuration answers no request of the workload"
+                         f"{'' if failed is None else f': {failed}'}")
     span_s = max(request.ended_s for request in crowded) - min(request.intended_s for request in crowded)
-    return Baseline(facts, _best_of(single), len(crowded) / span_s)
+    return Baseline(description, _best_of(single), len(crowded) / span_s)
 
 
 def _best_of(requests: Sequence[RequestLatencies]) -> RequestLatencies:

@@ -8,7 +8,7 @@ from it. `verify` checks that
 - the requests of every log are those that the workload, the seed and the name of the stream give: lengths and times;
   and no stream is one of the search, or counted twice;
 - every count, bound, verdict and ratio follows from the logs;
-- tuned.yaml composes to the winner.
+- tuned.yaml composes to the winner, or tuned.sh launches it.
 
 The digest finds damage and careless edits. Whoever forges a number must forge the logs as well; nothing here is signed.
 """
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import isclose
 from pathlib import Path, PurePosixPath
@@ -32,11 +33,13 @@ from servekit.config.bench import BenchConfig
 from servekit.config.compose import recompose
 from servekit.config.errors import ConfigError, require
 from servekit.config.resolve import as_dict, config_hash
-from servekit.config.roots import bench_root, serve_root
+from servekit.config.roots import bench_root
 from servekit.tuner.attack import AttackLog, read_attack
 from servekit.tuner.confirmation import STREAM, Confirmed
 from servekit.tuner.emission import hash_of_layer
 from servekit.tuner.judgement import Judgement, NamedRun, Role, is_evidence, judge, latencies_of
+from servekit.tuner.launch import LaunchConfig, read_configuration
+from servekit.tuner.launch_script import SCRIPT, script_problems
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.run_log import LoggedRun, file_hash, read_run
 from servekit.tuner.slo import Promise, Slo
@@ -45,6 +48,7 @@ FORMAT_VERSION = 1
 NAME = "certificate.json"
 _TIME_TOLERANCE_S = 1e-6
 """Between a planned arrival and the logged one, which was computed on another clock."""
+RERUN = "--rerun"
 _PACKAGES = ("servekit", "torch", "optuna", "numpy", "scipy")
 
 
@@ -173,8 +177,6 @@ class Circumstances:
     """What cannot be read from a run's log."""
 
     base_overrides: Sequence[str]
-    overrides: Mapping[str, Sequence[str]]
-    """Of each finalist on top of the base, by its name."""
     device: Mapping[str, Any]
     search: Mapping[str, Any]
     made_at: str
@@ -203,7 +205,7 @@ def certify(folder: Path, slo: Slo, plan: LoadPlan, confirmed: Confirmed, attack
     attack_runs = [RunText(name, _inside(folder, path)) for name, path in attacks.items()]
     names = [*(run.log for run in (*runs, *attack_runs)), *(_inside(folder, path) for path in others)]
     finalists = [FinalistText(finalist.name, finalist.role, config_hash(finalist.config),
-                              list(circumstances.overrides.get(finalist.name, ())), finalist.rate_per_s)
+                              list(finalist.overrides), finalist.rate_per_s)
                  for finalist in confirmed.finalists]
     claim = Claim(circumstances.made_at, list(slo.promises), slo.fingerprint,
                   LoadText.of(plan), list(circumstances.base_overrides), finalists, runs, attack_runs,
@@ -282,7 +284,7 @@ def verify(path: Path) -> Verification:
     result.check(f"verdicts of {num_runs} runs", _verdict_problems(claim, runs))
     result.check(f"{len(claim.attacks)} memory attacks", _attack_problems(claim, folder))
     result.check("every count, bound and ratio", _recomputed(certificate, folder))
-    result.check("tuned.yaml", _tuned_problems(certificate, folder))
+    result.check("what serves the winner", _tuned_problems(certificate, folder))
     return result
 
 
@@ -337,7 +339,7 @@ def _config_problems(claim: Claim, runs: _Runs) -> Iterator[str]:
     for text, run in runs:
         key = repr(run.config)
         if key not in hashes:
-            hashes[key] = config_hash(recompose(serve_root(), run.config, text.log))
+            hashes[key] = config_hash(read_configuration(run.config, text.log))
         if hashes[key] != run.config_hash:
             yield f"{text.log}: its settings have the hash {hashes[key]}, and it says {run.config_hash}"
         if run.config_hash != expected.get(text.finalist):
@@ -428,6 +430,17 @@ def _tuned_problems(certificate: Certificate, folder: Path) -> Iterator[str]:
             found = hash_of_layer((folder / name).read_text(encoding="utf-8"))
             if found != wanted:
                 yield f"{name}: composes to {found}, and the winner is {wanted}"
+        if name == SCRIPT:
+            yield from script_problems(folder, _launch_of(certificate.claim, winner, folder))
+
+
+def _launch_of(claim: Claim, name: str | None, folder: Path) -> LaunchConfig:
+    """How a finalist was launched, by the log of a run whose settings were checked."""
+    log = next(run.log for run in claim.runs if run.finalist == name)
+    found = read_configuration(read_run(folder / log).config, log)
+    if not isinstance(found, LaunchConfig):
+        raise ValueError(f"{log} is no run of another server")
+    return found
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -440,16 +453,28 @@ class ExitCode(IntEnum):
 
 
 def main(argv: Sequence[str], say: Callable[[str], object] = print) -> int:
-    """`servekit verify certificate.json`: check it against the logs beside it, and print what was checked.
+    """`servekit verify certificate.json [--rerun]`: check it against the logs beside it, and print what was checked;
+    with --rerun, measure the winner and the default once more.
 
-    Raises ConfigError if there is no certificate to check.
+    Raises ConfigError if there is no certificate to check, or it cannot be measured again.
     """
-    require(len(argv) == 1 and not argv[0].startswith("-"), "certificate", " ".join(argv),
-            "takes the path of one certificate", "for example servekit verify tuning/certificate.json")
-    result = verify(Path(argv[0]))
+    words = [word for word in argv if word != RERUN]
+    require(len(words) == 1 and not words[0].startswith("-"), "certificate", " ".join(argv),
+            f"takes the path of one certificate, and {RERUN}", "for example servekit verify tuning/certificate.json")
+    path = Path(words[0])
+    result = verify(path)
     for line in result.checked:
         say(line)
     for problem in result.problems:
         print(f"servekit: {problem}", file=sys.stderr)
     say("verified" if not result.problems else f"{len(result.problems)} problems: this certificate proves nothing")
-    return ExitCode.failed if result.problems else ExitCode.ok
+    if result.problems:
+        return ExitCode.failed
+    return ExitCode.ok if RERUN not in argv or _rerun(path, say) else ExitCode.failed
+
+
+def _rerun(path: Path, say: Callable[[str], object]) -> bool:
+    # By name: what measures needs this file, and a certificate is checked without it.
+    is_held = bool(import_module("servekit.tuner.rerun").rerun(read_certificate(path), path.parent, say))
+    say("the winner holds the objective again" if is_held else "the winner does NOT hold the objective again")
+    return is_held

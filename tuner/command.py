@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
+from threading import current_thread, main_thread
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from servekit.config.errors import ConfigError, require
 from servekit.config.resolve import as_dict, config_hash
 from servekit.config.schema import Config
 from servekit.engine.client import StartError
-from servekit.engine.messages import EngineFacts
 from servekit.load.metrics import RequestLatencies
-from servekit.model.local import LocalModel, ModelFileError
-from servekit.model.source import default_cache_dir, fetch
 from servekit.tuner.adviser import Adviser
 from servekit.tuner.baseline import START_SHARE, look_at_base, refuse_impossible
+from servekit.tuner.confirmation import Finalist
 from servekit.tuner.default_space import Facts
 from servekit.tuner.display import print_advice, print_plan, print_trial, shown_values
-from servekit.tuner.executor import EngineExecutor, EngineFailed, RunLength, Warm
+from servekit.tuner.executor import Description, EngineFailed, RunLength, TrialExecutor, Warm
 from servekit.tuner.grammar import parse_space
 from servekit.tuner.hot_audit import HotAudit, Repeat, changed_knobs
+from servekit.tuner.judgement import Role
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.measure import Tolerance
-from servekit.tuner.outcome import conclude
+from servekit.tuner.outcome import conclude, finalist_of
+from servekit.tuner.own_engine import engine_for
 from servekit.tuner.run_log import read_run
+from servekit.tuner.server_host import ServerHost
 from servekit.tuner.settings import Settings, find_file, read_settings
 from servekit.tuner.space import Space, Value
-from servekit.tuner.study import Identity, Origin, TuningStudy, open_study
+from servekit.tuner.study import Identity, Origin, SamplerKind, Trial, TuningStudy, open_study
+from servekit.tuner.subject import OtherServer, OwnEngine, Subject
 from servekit.tuner.trial import Candidate, Ending, Outcome
 
 RUNS = "runs"
+SERVER_LOGS = "servers"
+RANDOM = "random"
 _MOST_INVALID = 6
 """Disturbed measurements in a row after which going on is a waste of time."""
 
@@ -63,38 +68,42 @@ def run(argv: Sequence[str]) -> int:
     console = Console()
     settings = read_settings(find_file(argv[0]), argv[1:])
     _check_search(settings)
-    local = _fetch(settings.base)
+    subject = _subject(settings, console)
     try:
-        with _executor(settings, local) as executor:
-            return _tune(settings, local, executor, console)
+        with _terminating_like_an_interrupt(), _executor(settings, subject) as executor:
+            return _tune(settings, subject, executor, console)
     except StartError as error:
         print(f"servekit: {error}", file=sys.stderr)
         return ExitCode.startup_failure
 
 
-def _tune(settings: Settings, local: LocalModel, executor: EngineExecutor, console: Console) -> int:
+def _tune(settings: Settings, subject: Subject, executor: TrialExecutor, console: Console) -> int:
     started_s = time.monotonic()
     adviser = Adviser(settings.slo, executor.plan, executor.length, settings.study.seed)
-    executor.on_run = adviser.learn
+    subject.inform(adviser)
     baseline = look_at_base(settings, executor, console)
     refuse_impossible(settings.slo, baseline.single)
-    facts = Facts(os.cpu_count() or 1, baseline.facts.device.startswith("cuda"), baseline.facts.max_model_len)
-    space = parse_space(settings.search, settings.base, facts)
+    space = subject.space(baseline.description)
+    audit = HotAudit(space, settings.study.seed)
+    subject.heed(audit)
     executor.start_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
-    identity = _identity(settings, space, baseline.facts)
+    identity = _identity(settings, subject, space, baseline.description)
     with open_study(settings.folder, settings.study, identity, space, settings.slo.names, settings.assemble) as study:
         _record(settings)
         print_plan(settings, space, baseline, len(study.trials), console)
         study.bury_the_dead()
         _enqueue_known(settings, study)
-        clock = _Clock(started_s, settings.budget.minutes * 60)
+        clock = Clock(started_s, settings.budget.minutes * 60)
         try:
-            _search(settings, executor, study, HotAudit(space, settings.study.seed), adviser, clock, console)
+            _search(settings, executor, study, audit, adviser, clock, console)
+            with clock.stopped():
+                random = _search_at_random(settings, executor, study, identity, space, console)
         except KeyboardInterrupt:
             console.print("\nstopped; everything measured so far is kept, and the same command goes on from here",
                           soft_wrap=True)
             return ExitCode.interrupted
-        is_held = conclude(settings, executor, study, space, baseline.facts, local, lambda: clock.left_s(0.0), console)
+        is_held = conclude(settings, subject, executor, study, random, space, baseline.description, clock.left_s,
+                           console)
     return ExitCode.ok if is_held else ExitCode.nothing_holds
 
 
@@ -105,38 +114,52 @@ def _check_search(settings: Settings) -> None:
 
     Raises ConfigError. How far the default space reaches depends on the engine; whether it can be read does not.
     """
-    parse_space(settings.search, settings.base, Facts(cores=1, is_gpu=False, max_model_len=1)).locate(settings.base)
+    if isinstance(settings.base, Config):
+        parse_space(settings.search, settings.base, Facts(cores=1, is_gpu=False, max_model_len=1)).locate(settings.base)
 
 
-def _fetch(base: Config) -> LocalModel:
-    console = Console(stderr=True)
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console,
-                  transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("model files")
-        try:
-            return fetch(base.model, default_cache_dir(os.environ),
-                         lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total))
-        except ModelFileError as error:
-            raise StartError(str(error)) from error
+def _subject(settings: Settings, console: Console) -> Subject:
+    """What is tuned: another server, or the engine with its model's files."""
+    if settings.server is not None:
+        return OtherServer(settings.server, ServerHost(settings.server, settings.folder / SERVER_LOGS,
+                                                       settings.budget.timeout_s, partial(_say, console)))
+    assert isinstance(settings.base, Config)
+    return OwnEngine(settings, settings.base, engine_for(settings.base))
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(f"        {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _executor(settings: Settings, local: LocalModel) -> Iterator[EngineExecutor]:
+def _terminating_like_an_interrupt() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: what is up is ended too, and what is known is kept. Only the main thread gets signals."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _executor(settings: Settings, subject: Subject) -> Iterator[TrialExecutor]:
     budget = settings.budget
     plan = LoadPlan(settings.bench, settings.study.seed, budget.warmup_requests, budget.timeout_s)
-    executor = EngineExecutor(local, default_cache_dir(os.environ), settings.slo, plan,
-                              RunLength(budget.requests, budget.min_run_s, plan.available), settings.folder / RUNS,
-                              Tolerance(budget.max_busy_share, budget.max_slowdown))
+    executor = TrialExecutor(subject.host, settings.slo, plan,
+                             RunLength(budget.requests, budget.min_run_s, plan.available), settings.folder / RUNS,
+                             Tolerance(budget.max_busy_share, budget.max_slowdown))
     try:
         yield executor
     finally:
         executor.close()
 
 
-def _identity(settings: Settings, space: Space, facts: EngineFacts) -> Identity:
-    workload = config_hash(settings.bench)
-    return Identity(space=space.fingerprint, slo=settings.slo.fingerprint, workload=workload,
-                    model=f"{facts.model_name} {facts.dtype} {facts.quantization}", device=facts.device)
+def _identity(settings: Settings, subject: Subject, space: Space, about: Description) -> Identity:
+    return Identity(space=subject.fingerprint(space), slo=settings.slo.fingerprint,
+                    workload=config_hash(settings.bench), model=about.model, device=about.device)
 
 
 def _record(settings: Settings) -> None:
@@ -149,8 +172,9 @@ def _record(settings: Settings) -> None:
 def _enqueue_known(settings: Settings, study: TuningStudy) -> None:
     """The base configuration first, then what the craft starts from."""
     study.enqueue(settings.base, Origin.base)
-    with suppress(ConfigError):  # It may be outside a search space of the user's own.
-        study.enqueue(settings.assemble(RULE_OF_THUMB), Origin.rule_of_thumb)
+    if settings.server is None:
+        with suppress(ConfigError):  # It may be outside a search space of the user's own.
+            study.enqueue(settings.assemble(RULE_OF_THUMB), Origin.rule_of_thumb)
 
 
 RULE_OF_THUMB = ("scheduler.max_num_seqs=128", "scheduler.max_step_tokens=512", "scheduler/batching=continuous",
@@ -161,25 +185,33 @@ RULE_OF_THUMB = ("scheduler.max_num_seqs=128", "scheduler.max_step_tokens=512", 
 
 # --- the search -------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class _Clock:
+@dataclass
+class Clock:
     """How much of the budget is used."""
 
     started_s: float
     budget_s: float
 
-    def left_s(self, kept_share: float) -> float:
+    def left_s(self, kept_share: float = 0.0) -> float:
         """Seconds left for the search when a share of the budget is kept for what comes after."""
         return self.budget_s * (1 - kept_share) - (time.monotonic() - self.started_s)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is done meanwhile is not part of the budget."""
+        before_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.started_s += time.monotonic() - before_s
 
-def _search(settings: Settings, executor: EngineExecutor, study: TuningStudy, audit: HotAudit, adviser: Adviser,
-            clock: _Clock, console: Console) -> None:
+
+def _search(settings: Settings, executor: TrialExecutor, study: TuningStudy, audit: HotAudit, adviser: Adviser,
+            clock: Clock, console: Console) -> None:
     """Trials until the time or their number is used up."""
     started_with: Mapping[str, Value] = audit.space.active(audit.space.start)
     num_invalid = 0
     executor.incumbent_per_s = max((trial.rate_per_s for trial in study.shortlist(1)), default=0.0)
-    executor.always_cold = audit.demoted
     adviser.recall(study.trials)
     while clock.left_s(settings.budget.confirm_share) > 0 and not _is_enough(settings, study):
         candidate = study.ask()
@@ -205,7 +237,42 @@ def _search(settings: Settings, executor: EngineExecutor, study: TuningStudy, au
             started_with = candidate.values
 
 
-def _tried(executor: EngineExecutor, study: TuningStudy, adviser: Adviser, candidate: Candidate,
+def _search_at_random(settings: Settings, executor: TrialExecutor, study: TuningStudy, identity: Identity, space: Space,
+                      console: Console) -> Finalist | None:
+    """The best that a random search finds in as much time as the trials of the search took, if that is asked for."""
+    if Role.random not in settings.compare:
+        return None
+    wanted_s, incumbent_per_s = _device_s(study.trials), executor.incumbent_per_s
+    console.print(f"\nrandom search for as long as the search took, {wanted_s / 60:.1f} min", highlight=False)
+    options = replace(settings.study, sampler=SamplerKind.random, name=f"{settings.study.name}-random")
+    with open_study(settings.folder / RANDOM, options, identity, space, settings.slo.names,
+                    settings.assemble) as drawn:
+        executor.incumbent_per_s = max((trial.rate_per_s for trial in drawn.shortlist(1)), default=0.0)
+        while (left_s := wanted_s - _device_s(drawn.trials)) > 0 and (candidate := drawn.ask()) is not None:
+            outcome = _measured(executor, drawn, candidate, console)
+            drawn.tell(candidate, outcome)
+            print_trial(drawn, candidate, outcome, left_s, console)
+        executor.incumbent_per_s = incumbent_per_s
+        best = next(iter(drawn.shortlist(1)), None)
+        return None if best is None else finalist_of(settings, drawn, best, "random", Role.random, best.rate_per_s)
+
+
+def _device_s(trials: Sequence[Trial]) -> float:
+    """How long trials took."""
+    return sum(float(trial.facts.get("duration_s", 0.0)) for trial in trials if trial.repeats is None)
+
+
+def _measured(executor: TrialExecutor, study: TuningStudy, candidate: Candidate, console: Console) -> Outcome:
+    """Measure a candidate; if that is interrupted, the study keeps it for the next start."""
+    try:
+        with console.status(f"trial {candidate.number}: {shown_values(candidate)}"):
+            return executor.run(candidate)
+    except BaseException:
+        study.tell(candidate, Outcome(Ending.abandoned))
+        raise
+
+
+def _tried(executor: TrialExecutor, study: TuningStudy, adviser: Adviser, candidate: Candidate,
            console: Console) -> Outcome:
     """Measure a candidate, if it is worth it; if that is interrupted, the study keeps it for the next start."""
     try:
@@ -218,7 +285,7 @@ def _tried(executor: EngineExecutor, study: TuningStudy, adviser: Adviser, candi
         raise
 
 
-def _repeat_cold(executor: EngineExecutor, audit: HotAudit, candidate: Candidate, outcome: Outcome,
+def _repeat_cold(executor: TrialExecutor, audit: HotAudit, candidate: Candidate, outcome: Outcome,
                  started_with: Mapping[str, Value], settings: Settings, console: Console) -> None:
     """Measure a hot trial's best rate once more on a fresh engine, with equal arrivals."""
     before = audit.demoted()

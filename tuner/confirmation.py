@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from servekit.config.schema import Config
 from servekit.tuner.executor import EngineFailed
 from servekit.tuner.judgement import (
     RUNS_PER_RATE,
@@ -28,6 +27,7 @@ from servekit.tuner.judgement import (
     is_same_rate,
     judge,
 )
+from servekit.tuner.launch import Configuration
 from servekit.tuner.measure import Measurement
 from servekit.tuner.run_log import LoggedRun, read_run
 from servekit.tuner.slo import Slo
@@ -37,9 +37,9 @@ STREAM = "confirm"
 
 
 class Measurer(Protocol):
-    """Measures one configuration at one rate, as `executor.EngineExecutor` does."""
+    """Measures one configuration at one rate, as `executor.TrialExecutor` does."""
 
-    def measure_at(self, config: Config, rate_per_s: float, num_requests: int, stream: str, *, cold: bool,
+    def measure_at(self, config: Configuration, rate_per_s: float, num_requests: int, stream: str, *, cold: bool,
                    stops_early: bool) -> tuple[Measurement, Path]:
         """One run; its raw log is the second value. Raises EngineFailed."""
 
@@ -51,9 +51,11 @@ class Finalist:
     name: str
     """For people, and different for each: `default`, `trial 17`."""
     role: Role
-    config: Config
+    config: Configuration
     rate_per_s: float
     """Where the search says that it holds, or where it is to begin."""
+    overrides: tuple[str, ...] = ()
+    """What composes it on top of the base."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class Confirmed:
     failures: Mapping[str, str]
     """Of finalists whose engine failed, or that could not be measured well: why."""
     judgement: Judgement
+    is_out_of_time: bool = False
+    """Whether there was no time for a round that would have told more."""
 
     def attacked(self, slo: Slo, survived: Mapping[str, bool]) -> Judgement:
         """The judgement with what a memory attack found: the best of those that survive."""
@@ -217,16 +221,14 @@ def read_all(runs: Sequence[FinalistRun]) -> list[NamedRun]:
 
 @dataclass
 class Confirmation:
-    """Measures finalists again. `may_begin_round` is asked before each round but the first: is there time for it?
-    `entered` says who would be measured in it.
-    """
+    """Measures finalists again. `may_begin_round` is asked before each round but the first: is there time for it?"""
 
     slo: Slo
     finalists: Sequence[Finalist]
     measurer: Measurer
     rules: Rules
     on_progress: Callable[[Progress], None] = lambda _: None
-    may_begin_round: Callable[[], bool] = lambda: True
+    may_begin_round: Callable[[Sequence[Entrant]], bool] = lambda _: True
     _climbs: list[Climb] = field(default_factory=list)
     _runs: list[FinalistRun] = field(default_factory=list)
 
@@ -236,20 +238,18 @@ class Confirmation:
 
         self._climbs = [Climb(finalist, self.rules.step) for finalist in self.finalists]
 
-    @property
-    def entered(self) -> list[Entrant]:
-        """Who is measured in the next round."""
-        return entrants(self._climbs)
-
     def run(self) -> Confirmed:
         """Measure until the best candidate holds and the default is bracketed, or rounds or time are used up."""
+        is_out_of_time = False
         for number in range(1, self.rules.max_rounds + 1):
-            if not (entered := self.entered) or (number > 1 and not self.may_begin_round()):
+            entered = entrants(self._climbs)
+            is_out_of_time = number > 1 and bool(entered) and not self.may_begin_round(entered)
+            if not entered or is_out_of_time:
                 break
             self._round(number, entered)
         failures = {climb.finalist.name: climb.failure for climb in self._climbs if climb.failure is not None}
         return Confirmed(tuple(self.finalists), tuple(self._runs), failures,
-                         judge(self.slo, roles_of(self.finalists), read_all(self._runs)))
+                         judge(self.slo, roles_of(self.finalists), read_all(self._runs)), is_out_of_time)
 
     def _round(self, number: int, entered: Sequence[Entrant]) -> None:
         """There and back. Whoever failed on the way there is decided, and is measured again only as half of a pair."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 
 from servekit.config.errors import show
+from servekit.config.schema import Config
 from servekit.tuner.adviser import SIMULATOR, Adviser, describe
 from servekit.tuner.baseline import START_SHARE, Baseline
 from servekit.tuner.default_space import not_searched
+from servekit.tuner.launch import LaunchConfig
 from servekit.tuner.settings import Settings
 from servekit.tuner.slo import Promise
 from servekit.tuner.space import Space, words
@@ -34,10 +38,9 @@ def _limits(promise: Promise) -> str:
 
 
 def _device(baseline: Baseline) -> list[str]:
-    facts, single = baseline.facts, baseline.single
+    single = baseline.single
     tpot = "" if single.tpot_s is None else f", TPOT {single.tpot_s * 1e3:.1f} ms"
-    return [f"engine: {facts.model_name}, {facts.dtype}, quantization {facts.quantization}, on {facts.device} with "
-            f"{facts.threads} threads",
+    return [f"engine: {baseline.description.model}, on {baseline.description.device}",
             f"one request alone: TTFT {single.ttft_s * 1e3:.0f} ms{tpot}; at most about {baseline.capacity_per_s:.2f} "
             "req/s come through"]
 
@@ -45,9 +48,18 @@ def _device(baseline: Baseline) -> list[str]:
 def _searched(settings: Settings, space: Space) -> list[str]:
     knobs = [f"  {knob.key}: {words(knob.domain)} ({knob.warmth.value}; from {show(space.start[knob.key])})"
              for knob in space.knobs]
-    left = not_searched(settings.base) if settings.search == "default" else {}
+    base = settings.base
+    left = not_searched(base) if isinstance(base, Config) and settings.search == "default" else {}
     return [f"searched: {len(space.knobs)} knobs", *knobs,
-            *([f"left as they are, being the owner's decision: {', '.join(left)}"] if left else [])]
+            *([f"left as they are, being the owner's decision: {', '.join(left)}"] if left else []),
+            *(() if settings.server is None else _OTHER_SERVER),
+            *(["base is left aside: it is about servekit's own engine"] if settings.ignores_base else [])]
+
+
+_OTHER_SERVER = (
+    "null: the knob is left out, and the server decides",
+    "another server: every trial is a fresh process; there are no hot trials, no steps to tell drift or the binding "
+    "limit or to simulate from, and no memory attack")
 
 
 def _trial_length(settings: Settings, baseline: Baseline) -> str:
@@ -96,5 +108,11 @@ def _ending(outcome: Outcome) -> str:
 
 
 def shown_values(candidate: Candidate) -> str:
-    """The knobs that matter in a candidate, in one line."""
-    return ", ".join(f"{key.removeprefix('scheduler.')}={show(value)}" for key, value in candidate.values.items())
+    """The knobs that matter in a candidate, in one line; of another server, those that are given."""
+    if isinstance(candidate.config, LaunchConfig):
+        return _pairs(candidate.config.knobs) or "start_command as it is"
+    return _pairs({key.removeprefix("scheduler."): value for key, value in candidate.values.items()})
+
+
+def _pairs(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={show(value)}" for key, value in values.items())

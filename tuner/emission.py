@@ -47,7 +47,9 @@ def tuned_yaml(config: Config, base_overrides: Sequence[str], tuned_for: TunedFo
     Raises ValueError if no layer gives this configuration: the base came from somewhere else.
     """
     layer = layer_of(config, base_overrides)
-    text = "\n".join([*_comments(config, tuned_for), "", str(yaml.safe_dump(layer, sort_keys=False))])
+    said = [*comments("Settings found by servekit tune. Serve them with: servekit serve tuned.yaml", tuned_for,
+                      config_hash(config)), *_source_comment(config)]
+    text = "\n".join([*said, "", str(yaml.safe_dump(layer, sort_keys=False))])
     if (found := hash_of_layer(text)) != config_hash(config):
         raise ValueError(f"tuned.yaml composes to {found}, and the configuration is {config_hash(config)}")
     return text
@@ -131,14 +133,18 @@ def _put(layer: dict[str, Any], key: str, value: object) -> None:
 
 # --- what is said of them ---------------------------------------------------------------------------------------------
 
-def _comments(config: Config, tuned_for: TunedFor) -> Iterator[str]:
+def comments(title: str, tuned_for: TunedFor, found_hash: str) -> Iterator[str]:
+    """What was tuned for what, as the comments of a file that gives the configuration with this hash."""
     said = {"objective": tuned_for.slo, "workload": tuned_for.workload, "model": tuned_for.model,
-            "device": tuned_for.device, "date": tuned_for.date, "configuration": config_hash(config)}
-    yield "# Settings found by servekit tune. Serve them with: servekit serve tuned.yaml"
+            "device": tuned_for.device, "date": tuned_for.date, "configuration": found_hash}
+    yield f"# {title}"
     for name, text in said.items():
         yield from _wrapped(f"{name}: {text}")
     for result in tuned_for.results:
         yield from _wrapped(result)
+
+
+def _source_comment(config: Config) -> Iterator[str]:
     if Path(config.model.source).is_absolute():
         yield from _wrapped("model.source is a file of the machine that was tuned; the hash above is that of the "
                             "configuration with this very path")

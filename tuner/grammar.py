@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,6 +26,7 @@ from servekit.tuner.space import (
     Options,
     Reals,
     Space,
+    Value,
     engine_settings,
     has_alternatives,
     kinds_of,
@@ -65,7 +66,7 @@ def parse_space(value: object, base: Config, facts: Facts) -> Space:
 
 
 def _kinds(knob: Knob) -> str:
-    return ", ".join(knob.condition.kinds) if knob.condition else ""
+    return ", ".join(map(show, knob.condition.kinds)) if knob.condition else ""
 
 
 def _parse_knob(name: str, text: object) -> Knob:
@@ -92,8 +93,35 @@ def _known_key(path: str, name: str, text: object) -> Key:
 
 
 def _parse_domain(path: str, key: Key, text: str) -> Domain:
+    match _parse_sweep(path, text):
+        case ChoiceSweep() as sweep:
+            return _choice(path, key, sweep.list)
+        case RangeSweep() as sweep:
+            return _choice(path, key, list(sweep.range()))
+        case sweep:
+            return _interval(path, key, text, sweep)
+
+
+def parse_values(path: str, text: object) -> tuple[Value, ...]:
+    """The values that a choice(...) or a range(...) names, in order, for a knob that no schema describes.
+
+    Raises ConfigError at `path`: an interval, one value alone, or one given twice.
+    """
+    match _parse_sweep(path, str(text)):
+        case ChoiceSweep() as sweep:
+            values = _plain_values(sweep.list)
+        case RangeSweep() as sweep:
+            values = _plain_values(sweep.range())
+        case _:
+            raise ConfigError(path, text, "is an interval, in which a knob that is left out has no place",
+                              "give several values: choice(...) or range(...)")
+    _require_different(path, values)
+    return values
+
+
+def _parse_sweep(path: str, text: str) -> ChoiceSweep | RangeSweep | IntervalSweep:
     try:
-        sweep = OverridesParser.create().parse_override(f"{key.name}={text}").value()
+        sweep = OverridesParser.create().parse_override(f"knob={text}").value()
     except HydraException as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(path, text, f"is not in Hydra's override grammar: {reason}",
@@ -105,26 +133,35 @@ def _parse_domain(path: str, key: Key, text: str) -> Domain:
     match sweep:
         case ChoiceSweep(shuffle=True) | RangeSweep(shuffle=True):
             raise ConfigError(path, text, "the order of a search is the sampler's", "leave out shuffle(...)")
-        case ChoiceSweep():
-            return _choice(path, key, sweep.list)
-        case RangeSweep():
-            return _choice(path, key, list(sweep.range()))
-        case IntervalSweep():
-            return _interval(path, key, text, sweep)
+        case ChoiceSweep() | RangeSweep() | IntervalSweep():
+            return sweep
         case _:
             raise ConfigError(path, text, "is one value, or a pattern", "give several: choice(...), range(...) or "
                               "interval(...)")
 
 
 def _choice(path: str, key: Key, given: Iterable[Any]) -> Domain:
-    values = tuple(getattr(value, "text", value) for value in given)
+    values = _plain_values(given)
     for value in values:
         _check_value(path, key, value)
-    repeated = next((value for i, value in enumerate(values) if Options(values[:i]).contains(value)), None)
-    require(repeated is None, path, ", ".join(map(show, values)), f"names {show(repeated)} twice", "leave one out")
+    _require_different(path, values)
+    return domain_of(values)
+
+
+def domain_of(values: Sequence[Value]) -> Domain:
+    """Numbers have an order, null included; anything else has none."""
     if all(value is None or _is_number(value) for value in values):
         return Ladder(tuple(sorted(values, key=null_last)))
-    return Options(values)
+    return Options(tuple(values))
+
+
+def _plain_values(given: Iterable[Any]) -> tuple[Value, ...]:
+    return tuple(getattr(value, "text", value) for value in given)
+
+
+def _require_different(path: str, values: tuple[Value, ...]) -> None:
+    repeated = next((value for i, value in enumerate(values) if Options(values[:i]).contains(value)), None)
+    require(repeated is None, path, ", ".join(map(show, values)), f"names {show(repeated)} twice", "leave one out")
 
 
 def _interval(path: str, key: Key, text: str, sweep: IntervalSweep) -> Domain:

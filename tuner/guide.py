@@ -40,7 +40,21 @@ that come with servekit: batch, chat, code, rag (conf/slo/).
     name: tune
     storage: null                       or the URL of a database that several machines share
     trial_timeout_s: 3600               after which another machine takes a trial for lost
+  compare: [rule_of_thumb, random]      whom to measure beside the default in the end; nobody, if left out. random:
+                                        the best of a random search, which takes as long again as the search did
   folder: tuning                        where everything is kept; the same command goes on with what is there
+
+Another server, which takes its knobs as flags or from a file, instead of servekit's own engine (base is left aside):
+
+  target: openai
+  url: http://127.0.0.1:8080            where it answers
+  start_command: llama-server -m model.gguf --port 8080
+                                        without knobs; every trial starts it anew
+  search: llama-server                  or vllm (conf/target/), a file like these, or your own:
+    slots: {values: "choice(1, 4, 16)", flag: "--parallel {value}"}
+  launch:
+    model: null                         the name to ask for, or the first that it lists
+    start_timeout_s: 600                until it is ready
 
 Words after the file are the same keys, dotted: budget.minutes=5 slo.ttft.p99=1s base.scheduler.max_num_seqs=64
 

@@ -10,22 +10,29 @@ from rich.console import Console
 
 from servekit.config.errors import show
 from servekit.config.resolve import config_hash
-from servekit.config.schema import Config
-from servekit.engine.messages import EngineFacts
-from servekit.model.local import LocalModel
-from servekit.tuner.attack import AttackLog, attack_process
+from servekit.tuner.attack import AttackLog
 from servekit.tuner.certificate import NAME as CERTIFICATE
 from servekit.tuner.certificate import Certificate, Circumstances, certify
-from servekit.tuner.confirmation import Confirmation, Confirmed, Finalist, Progress, Rules, plan_time
-from servekit.tuner.emission import TunedFor, results_of, tuned_yaml
-from servekit.tuner.executor import EngineExecutor, RunLength
+from servekit.tuner.confirmation import (
+    Confirmation,
+    Confirmed,
+    Entrant,
+    Finalist,
+    Progress,
+    Rules,
+    plan_time,
+    round_s,
+)
+from servekit.tuner.emission import TunedFor, results_of
+from servekit.tuner.executor import Description, RunLength, TrialExecutor
 from servekit.tuner.judgement import Judgement, Role
 from servekit.tuner.report import Findings, write_report
+from servekit.tuner.reverts import Revert, describe_revert, put_back
 from servekit.tuner.settings import Settings
 from servekit.tuner.space import Space
 from servekit.tuner.study import Origin, Trial, TuningStudy
+from servekit.tuner.subject import Subject
 
-TUNED = "tuned.yaml"
 REPORT = "report.html"
 ATTACKS = "attacks"
 _FINALISTS = 2
@@ -34,17 +41,24 @@ _ENGINE_START_S = 5.0
 """What a confirmation reckons with for each start, and for its last answers."""
 
 
-def conclude(settings: Settings, executor: EngineExecutor, study: TuningStudy, space: Space, facts: EngineFacts,
-             local: LocalModel, left_s: Callable[[], float], console: Console) -> bool:
+def conclude(settings: Settings, subject: Subject, executor: TrialExecutor, study: TuningStudy,
+             random: Finalist | None, space: Space, about: Description, left_s: Callable[[], float],
+             console: Console) -> bool:
     """Confirm the best, attack the winner, write everything; whether anything holds the objective."""
     if not study.shortlist(1):
         _say_nothing_holds(study, console)
         return False
-    finalists = _finalists(settings, study)
+    finalists = _finalists(settings, study, random)
     confirmed = _confirm(settings, executor, finalists, left_s, console)
-    judgement, attacks = _attack(settings, executor, confirmed, local, console)
-    certificate = _write(settings, executor, study, space, facts, confirmed, judgement, attacks)
-    _print_result(settings, certificate.judgement, console)
+    judgement, attacks = _attack(settings, subject, confirmed, console)
+    files = _emitted(settings, subject, about, confirmed, judgement)
+    reverts = _put_back(settings, executor, study, space, judgement, left_s, console)
+    certificate = _write(settings, executor, study, space, about, confirmed, attacks, files, reverts)
+    _print_result(settings, subject, certificate.judgement, files, console)
+    if confirmed.is_out_of_time:
+        console.print("the time was used up before everything was confirmed that could be: lower rates of a candidate, "
+                      "or higher ones of the default, were not tried; raise budget.minutes, and give the same command",
+                      style="yellow", highlight=False, soft_wrap=True)
     return certificate.judgement.winner is not None
 
 
@@ -57,43 +71,63 @@ def _say_nothing_holds(study: TuningStudy, console: Console) -> None:
     closest = min(measured, key=lambda trial: max(trial.constraints.values()))
     broken = ", ".join(name for name, value in closest.constraints.items() if value > 0)
     bounds: dict[str, int] = dict(closest.facts.get("bound", {}))
-    binding = max(bounds, key=lambda name: bounds[name]) if bounds else "unknown"
+    binding = f"; most of its steps were bound by {max(bounds, key=lambda name: bounds[name])}" if bounds else ""
     rates = [run["rate_per_s"] for run in closest.facts.get("runs", ())]
     console.print(f"nothing holds the objective. Closest: trial {closest.number} at {min(rates, default=0.0):.2f} "
-                  f"req/s, which breaks {broken}; most of its steps were bound by {binding}. Its settings: "
+                  f"req/s, which breaks {broken}{binding}. Its settings: "
                   f"{', '.join(f'{key}={show(value)}' for key, value in closest.values.items())}",
                   style="yellow", highlight=False, soft_wrap=True)
 
 
 # --- confirmation and attack ------------------------------------------------------------------------------------------
 
-def _finalists(settings: Settings, study: TuningStudy) -> list[Finalist]:
-    """The search's best and, at the rate that the search found for it, the default."""
+def _finalists(settings: Settings, study: TuningStudy, random: Finalist | None) -> list[Finalist]:
+    """The search's best and, each at the rate that was found for it, the default and whom else to compare with."""
     base_hash = config_hash(settings.base)
     best = [trial for trial in study.shortlist(_FINALISTS + 1) if trial.config_hash != base_hash][:_FINALISTS]
-    found = [Finalist(f"trial {trial.number}", Role.tuned, _config_of(settings, study, trial), trial.rate_per_s)
+    found = [finalist_of(settings, study, trial, f"trial {trial.number}", Role.tuned, trial.rate_per_s)
              for trial in best]
-    base = next((trial for trial in study.trials if trial.config_hash == base_hash and trial.repeats is None), None)
     lowest_per_s = min((trial.rate_per_s for trial in study.shortlist(_FINALISTS)), default=1.0)
-    base_per_s = base.rate_per_s if base is not None and base.rate_per_s > 0 else lowest_per_s
-    return [*found, Finalist("default", Role.default, settings.base, base_per_s)]
+    default = Finalist("default", Role.default, settings.base, _rate_of(study, base_hash) or lowest_per_s)
+    others = [*_rule_of_thumb(settings, study, lowest_per_s),
+              *([] if random is None else [random])]
+    # A configuration is measured once, under the name that says most of it.
+    taken = {config_hash(finalist.config) for finalist in (*found, default)}
+    return [*found, default, *(other for other in others if config_hash(other.config) not in taken)]
 
 
-def _config_of(settings: Settings, study: TuningStudy, trial: Trial) -> Config:
-    return settings.assemble(study.overrides(trial))
+def _rule_of_thumb(settings: Settings, study: TuningStudy, lowest_per_s: float) -> list[Finalist]:
+    trial = next((trial for trial in study.trials if trial.origin is Origin.rule_of_thumb), None)
+    if Role.rule_of_thumb not in settings.compare or trial is None:
+        return []
+    return [finalist_of(settings, study, trial, "rule of thumb", Role.rule_of_thumb, trial.rate_per_s or lowest_per_s)]
 
 
-def _confirm(settings: Settings, executor: EngineExecutor, finalists: Sequence[Finalist],
+def finalist_of(settings: Settings, study: TuningStudy, trial: Trial, name: str, role: Role,
+                rate_per_s: float) -> Finalist:
+    """A trial's configuration, to be measured again."""
+    overrides = tuple(study.overrides(trial))
+    return Finalist(name, role, settings.assemble(overrides), rate_per_s, overrides)
+
+
+def _rate_of(study: TuningStudy, wanted_hash: str) -> float:
+    """What the search found for a configuration; 0 if nothing."""
+    return next((trial.rate_per_s for trial in study.trials
+                 if trial.config_hash == wanted_hash and trial.repeats is None), 0.0)
+
+
+def _confirm(settings: Settings, executor: TrialExecutor, finalists: Sequence[Finalist],
              left_s: Callable[[], float], console: Console) -> Confirmed:
     length = RunLength(settings.budget.confirm_requests, 2 * settings.budget.min_run_s, executor.plan.available)
     rules = Rules(length.at(max(finalist.rate_per_s for finalist in finalists)))
-    plan = plan_time(finalists, rules, _ENGINE_START_S, settings.budget.warmup_requests, _ENGINE_START_S)
+    start_s, warmup_requests = max(_ENGINE_START_S, executor.longest_start_s), settings.budget.warmup_requests
+    plan = plan_time(finalists, rules, start_s, warmup_requests, _ENGINE_START_S)
     console.print(f"\nconfirmation: {', '.join(finalist.name for finalist in finalists)}, {plan.num_runs} runs of "
                   f"{rules.num_requests} requests each in fresh processes, about {plan.first_round_s / 60:.1f} min, on "
                   "arrivals that the search never used", highlight=False, soft_wrap=True)
 
-    def may_begin_round() -> bool:
-        return left_s() > plan.first_round_s
+    def may_begin_round(entered: Sequence[Entrant]) -> bool:
+        return left_s() > round_s(entered, rules, start_s, warmup_requests, _ENGINE_START_S)
 
     def show_progress(progress: Progress) -> None:
         if progress.holds is not None:
@@ -105,15 +139,18 @@ def _confirm(settings: Settings, executor: EngineExecutor, finalists: Sequence[F
     return Confirmation(settings.slo, finalists, executor, rules, show_progress, may_begin_round).run()
 
 
-def _attack(settings: Settings, executor: EngineExecutor, confirmed: Confirmed, local: LocalModel,
+def _attack(settings: Settings, subject: Subject, confirmed: Confirmed,
             console: Console) -> tuple[Judgement, dict[str, Path]]:
-    """Attack the winner, and whoever takes its place if it does not survive."""
+    """Attack the winner, and whoever takes its place if it does not survive; where there is no attack, nobody."""
     judgement, attacks, survived = confirmed.judgement, dict[str, Path](), dict[str, bool]()
     while judgement.winner is not None and judgement.winner not in attacks:
         name = judgement.winner
         config = next(finalist.config for finalist in confirmed.finalists if finalist.name == name)
         with console.status(f"memory attack on {name}"):
-            log = attack_process(config, local, executor.cache_dir, settings.budget.timeout_s)
+            log = subject.attack(config)
+        if log is None:
+            console.print("no memory attack: it is made for servekit's own engine", highlight=False)
+            break
         attacks[name] = settings.folder / ATTACKS / f"{config_hash(config)}.json"
         log.write(attacks[name])
         survived[name] = log.survived
@@ -129,39 +166,56 @@ def _print_attack(name: str, log: AttackLog, console: Console) -> None:
                   f"{log.preemptions} preemptions{peak}", highlight=False)
 
 
+def _put_back(settings: Settings, executor: TrialExecutor, study: TuningStudy, space: Space, judgement: Judgement,
+              left_s: Callable[[], float], console: Console) -> list[Revert]:
+    """What each knob of the winner is worth, as far as there is time for it."""
+    winner = next((finding for finding in judgement.finalists if finding.name == judgement.winner), None)
+    trial = next((trial for trial in study.trials if winner is not None and winner.name == f"trial {trial.number}"),
+                 None)
+    if winner is None or winner.confirmed_per_s is None or trial is None:
+        return []
+    num_requests = executor.length.at(winner.confirmed_per_s)
+    with console.status("each knob of the winner put back by itself"):
+        found = list(put_back(space, trial.values, settings.assemble, settings.slo, executor, winner.confirmed_per_s,
+                              num_requests, left_s))
+    for revert in found:
+        console.print(f"  {describe_revert(revert)}", highlight=False, markup=False, soft_wrap=True)
+    return found
+
+
 # --- what is written --------------------------------------------------------------------------------------------------
 
-def _write(settings: Settings, executor: EngineExecutor, study: TuningStudy, space: Space, facts: EngineFacts,
-           confirmed: Confirmed, judgement: Judgement, attacks: dict[str, Path]) -> Certificate:
-    """tuned.yaml if there is a winner, the certificate and the report in any case."""
-    folder = settings.folder
+def _emitted(settings: Settings, subject: Subject, about: Description, confirmed: Confirmed,
+             judgement: Judgement) -> list[Path]:
+    """Write what serves the winner, if there is one."""
     winner = next((finalist for finalist in confirmed.finalists if finalist.name == judgement.winner), None)
-    others = []
-    if winner is not None:
-        text = tuned_yaml(winner.config, settings.base_overrides, _tuned_for(settings, facts, judgement))
-        (folder / TUNED).write_text(text, encoding="utf-8")
-        others.append(folder / TUNED)
-    certificate = certify(folder, settings.slo, executor.plan, confirmed, attacks, others,
-                          _circumstances(settings, study, facts, confirmed))
-    write_report(Findings(certificate, folder, executor.runs_folder, space, study.trials, facts.model_name,
-                          _workload_words(settings)), folder / REPORT)
+    texts = {} if winner is None else subject.emitted(winner.config, _tuned_for(settings, about, judgement))
+    for name, text in texts.items():
+        (settings.folder / name).write_text(text, encoding="utf-8")
+    return [settings.folder / name for name in texts]
+
+
+def _write(settings: Settings, executor: TrialExecutor, study: TuningStudy, space: Space, about: Description,
+           confirmed: Confirmed, attacks: dict[str, Path], files: Sequence[Path],
+           reverts: Sequence[Revert]) -> Certificate:
+    """The certificate and the report."""
+    folder = settings.folder
+    certificate = certify(folder, settings.slo, executor.plan, confirmed, attacks, files,
+                          _circumstances(settings, study, about))
+    write_report(Findings(certificate, folder, executor.runs_folder, space, study.trials, about.model,
+                          _workload_words(settings), reverts=reverts), folder / REPORT)
     return certificate
 
 
-def _tuned_for(settings: Settings, facts: EngineFacts, judgement: Judgement) -> TunedFor:
-    return TunedFor(slo=_slo_words(settings), workload=_workload_words(settings),
-                    model=f"{facts.model_name}, {facts.dtype}, quantization {facts.quantization}",
-                    device=f"{facts.device}, {facts.threads} threads", date=_now()[:10], results=results_of(judgement))
+def _tuned_for(settings: Settings, about: Description, judgement: Judgement) -> TunedFor:
+    return TunedFor(slo=_slo_words(settings), workload=_workload_words(settings), model=about.model,
+                    device=about.device, date=_now()[:10], results=results_of(judgement))
 
 
-def _circumstances(settings: Settings, study: TuningStudy, facts: EngineFacts,
-                   confirmed: Confirmed) -> Circumstances:
-    by_name = {f"trial {trial.number}": study.overrides(trial) for trial in study.trials if trial.values}
+def _circumstances(settings: Settings, study: TuningStudy, about: Description) -> Circumstances:
     return Circumstances(
         base_overrides=settings.base_overrides,
-        overrides={finalist.name: by_name.get(finalist.name, []) for finalist in confirmed.finalists},
-        device={"name": facts.device, "threads": facts.threads, "kernels": facts.kernels, "dtype": facts.dtype,
-                "quantization": facts.quantization, "num_kv_blocks": facts.num_kv_blocks},
+        device=about.details,
         search={"trials": len(study.trials), "sampler": settings.study.sampler.value, "seed": settings.study.seed,
                 "from_base": sum(trial.origin is Origin.base for trial in study.trials),
                 "minutes": settings.budget.minutes},
@@ -187,11 +241,12 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _print_result(settings: Settings, judgement: Judgement, console: Console) -> None:
+def _print_result(settings: Settings, subject: Subject, judgement: Judgement, files: Sequence[Path],
+                  console: Console) -> None:
     console.print()
     for line in results_of(judgement):
         console.print(line, highlight=False, soft_wrap=True)
-    if judgement.winner is not None:
-        console.print(f"\nservekit serve {settings.folder / TUNED}", highlight=False)
+    if files:
+        console.print(f"\n{subject.serve_command(files[0])}", highlight=False)
     console.print(f"servekit verify {settings.folder / CERTIFICATE}    report: {settings.folder / REPORT}",
                   highlight=False)

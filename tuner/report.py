@@ -18,9 +18,10 @@ from servekit.load.percentiles import rank
 from servekit.tuner.certificate import Certificate
 from servekit.tuner.importance import FEWEST_TRIALS, knob_importance
 from servekit.tuner.judgement import FinalistFinding, RateFinding, Role, is_same_rate, latencies_of
+from servekit.tuner.reverts import Revert
 from servekit.tuner.run_log import LoggedRun, read_run
 from servekit.tuner.slo import LATENCIES, Promise, Slo
-from servekit.tuner.space import Space, words
+from servekit.tuner.space import Knob, Space, words
 from servekit.tuner.study import Trial
 from servekit.tuner.trial import Ending
 
@@ -51,6 +52,8 @@ class Findings:
     workload: str
     plan: Sequence[str] = ()
     """What was going to be searched and measured, line by line."""
+    reverts: Sequence[Revert] = ()
+    """The winner with each of its knobs put back."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def report_data(findings: Findings) -> dict[str, Any]:
         "plan": list(findings.plan), "space": list(_space_rows(findings)),
         "curves": list(_curves(certificate, slo, runs)), "knees": list(_knees(slo, shown, runs)),
         "trials": [_trial(trial) for trial in findings.trials], "importance": _importance(findings),
+        "reverts": [asdict(revert) for revert in findings.reverts],
         "bounds": list(_bounds(findings, shown)), "levels": _levels(slo, shown, runs),
         "timelines": list(_timelines(certificate, runs)),
         "facts": list(_facts(certificate, runs[:len(certificate.claim.runs)])),
@@ -127,13 +131,13 @@ class _Shown:
 
 
 def _shown(certificate: Certificate) -> list[_Shown]:
-    """The winner and the default; without a winner, the first that the search found."""
+    """The winner and whom it is compared with; without a winner, the first that the search found."""
     judgement = certificate.judgement
     tuned = (found.name for found in judgement.finalists if found.role is Role.tuned and found.rates)
     first = judgement.winner or next(tuned, None)
     hashes = {finalist.name: finalist.config_hash for finalist in certificate.claim.finalists}
     return [_Shown(found.name, found.role, hashes[found.name], found) for found in judgement.finalists
-            if found.name == first or found.role is Role.default]
+            if found.name == first or found.role is not Role.tuned]
 
 
 # --- the summary ------------------------------------------------------------------------------------------------------
@@ -190,11 +194,16 @@ def _space_rows(findings: Findings) -> Iterator[dict[str, Any]]:
         chosen = winner.values.get(knob.key) if winner else None
         is_set = winner is not None and knob.key in winner.values
         start = findings.space.start.get(knob.key)
-        condition = knob.condition
         yield {"knob": knob.key, "domain": words(knob.domain), "default": show(start),
                "winner": show(chosen) if is_set else "", "changed": is_set and chosen != start,
                "warmth": knob.warmth.value,
-               "condition": "" if condition is None else f"{condition.key} is {' or '.join(condition.kinds)}"}
+               "condition": _condition_words(knob)}
+
+
+def _condition_words(knob: Knob) -> str:
+    """When it matters; empty: always."""
+    condition = knob.condition
+    return "" if condition is None else f"{condition.key} is {' or '.join(map(show, condition.kinds))}"
 
 
 def _trial_of(findings: Findings, name: str | None) -> Trial | None:
@@ -361,7 +370,7 @@ def _facts(certificate: Certificate, runs: Sequence[_Run]) -> Iterator[tuple[str
     yield "workload", (f"{claim.load.workload_hash}, seed {claim.load.seed}, {claim.load.warmup_requests} warm-up "
                        "requests a run")
     yield "objective", claim.slo_fingerprint
-    yield "base", " ".join(claim.base_overrides) or "as shipped"
+    yield "base", " ".join(claim.base_overrides) or "as it is"
     yield "runs", f"{len(claim.runs)}, each on a fresh process"
     streams = ", ".join(dict.fromkeys(run.run.stream for run in runs))
     yield "arrivals", f"random streams {streams}: the search used none of them"

@@ -12,10 +12,10 @@ import msgspec
 
 from servekit.config.errors import ConfigError
 from servekit.config.resolve import as_dict, config_hash
-from servekit.config.schema import Config
 from servekit.load.metrics import RequestLatencies, Timeline, spread_tokens
 from servekit.load.records import RequestRecord
 from servekit.load.target import FailureKind
+from servekit.tuner.launch import Configuration
 from servekit.tuner.measure import Measurement
 
 FORMAT_VERSION = 1
@@ -96,7 +96,7 @@ class RunLog:
     warm: str
     num_requests: int
     warmup_requests: int
-    config: Config
+    config: Configuration
     measured: Measurement
     started_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 

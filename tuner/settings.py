@@ -6,7 +6,11 @@
     search:   default                             # or knobs: {scheduler.max_num_seqs: "choice(16, 32, 64)"}
     budget:   {minutes: 20}
     study:    {sampler: tpe, seed: 0}
+    compare:  [rule_of_thumb, random]             # beside the default, which always is
     folder:   tuning
+
+With `target: openai` it is about another server: url, start_command and launch take the place of base, as
+`server_settings` has them.
 
 Words on the command line are the same keys, dotted: `budget.minutes=5`, `base.scheduler.max_num_seqs=64`.
 """
@@ -25,14 +29,17 @@ from servekit.config.bench import BenchConfig
 from servekit.config.compose import compose_bench, compose_serve
 from servekit.config.describe import CONF_DIR, nearest
 from servekit.config.errors import ConfigError, require, show
-from servekit.config.schema import Config
 from servekit.tuner.document import read_document
+from servekit.tuner.judgement import Role
+from servekit.tuner.launch import Configuration
 from servekit.tuner.load_plan import LoadPlan
+from servekit.tuner.server_settings import KEYS as TARGET_KEYS
+from servekit.tuner.server_settings import ServerSettings, TargetKind, parse_server, target_kind
 from servekit.tuner.slo import Slo, parse_slo
 from servekit.tuner.space import engine_settings
 from servekit.tuner.study import SamplerKind, StudyOptions, startup_trials
 
-SECTIONS = ("slo", "workload", "base", "search", "budget", "study", "folder")
+SECTIONS = ("slo", "workload", "base", "search", "budget", "study", "compare", "folder", *TARGET_KEYS)
 TUNING_FILES = CONF_DIR / "slo"
 """Those that come with servekit."""
 _LEAST_MINUTES = 0.1
@@ -92,7 +99,9 @@ class Settings:
     start_rate_per_s: float | None
     """Where the search begins; null: found by a first run."""
     base_overrides: tuple[str, ...]
-    base: Config
+    """Of servekit's own engine; none for another server."""
+    base: Configuration
+    """Where the search starts from."""
     search: object
     """As in the file: `default`, or knobs."""
     budget: Budget
@@ -100,9 +109,20 @@ class Settings:
     folder: Path
     values: Mapping[str, Any] = field(default_factory=dict)
     """Everything as it was given, for the record."""
+    server: ServerSettings | None = None
+    """What is tuned instead of servekit's own engine."""
+    compare: tuple[Role, ...] = ()
+    """With whom the winner is compared, beside the default."""
 
-    def assemble(self, overrides: Sequence[str]) -> Config:
+    @property
+    def ignores_base(self) -> bool:
+        """Whether a base is given that is not about what is tuned."""
+        return self.server is not None and bool(self.values.get("base"))
+
+    def assemble(self, overrides: Sequence[str]) -> Configuration:
         """The base configuration with more settings on top. Raises ConfigError."""
+        if self.server is not None:
+            return self.server.launch(overrides)
         return compose_serve([*self.base_overrides, *overrides]).config
 
 
@@ -154,8 +174,9 @@ def _settings(given: Mapping[str, Any]) -> Settings:
             raise ConfigError(str(key), given[key], f"must be one of {', '.join(SECTIONS)}",
                               f"did you mean {meant}?" if meant else "see servekit tune --help")
     require("slo" in given, "slo", None, "must be given", "for example slo: {ttft: {p99: 2s}, tpot: {p99: 150ms}}")
+    server = parse_server(given) if target_kind(given) is TargetKind.openai else None
     budget = _budget(_mapping(given, "budget"))
-    base_overrides = tuple(_base_overrides(_mapping(given, "base")))
+    base_overrides = tuple(_base_overrides(_mapping(given, "base"))) if server is None else ()
     bench, rate = _bench(_mapping(given, "workload"))
     _check_load(bench, budget)
     folder = given.get("folder", "tuning")
@@ -163,8 +184,10 @@ def _settings(given: Mapping[str, Any]) -> Settings:
             "for example folder=tuning")
     return Settings(
         slo=parse_slo(given["slo"]), bench=bench, start_rate_per_s=rate, base_overrides=base_overrides,
-        base=compose_serve(base_overrides).config, search=given.get("search", "default"), budget=budget,
-        study=_study(_mapping(given, "study"), budget), folder=Path(folder), values=given)
+        base=compose_serve(base_overrides).config if server is None else server.launch(),
+        search=given.get("search", "default"), budget=budget, study=_study(_mapping(given, "study"), budget),
+        folder=Path(folder), values=given, server=server,
+        compare=_compare(given.get("compare", ()), server is None))
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -172,6 +195,15 @@ def _settings(given: Mapping[str, Any]) -> Settings:
 def _budget(given: Mapping[str, Any]) -> Budget:
     _known("budget", given, tuple(Budget.__dataclass_fields__))
     return Budget(**given)
+
+
+def _compare(given: object, is_own_engine: bool) -> tuple[Role, ...]:
+    known = {role.value: role for role in (Role.rule_of_thumb, Role.random) if is_own_engine or role is Role.random}
+    names = [given] if isinstance(given, str) else given
+    require(isinstance(names, Sequence) and set(names) <= set(known), "compare", given,
+            f"must be a list of {' and '.join(known)}", f"for example compare: [{', '.join(known)}]")
+    assert isinstance(names, Sequence)
+    return tuple(known[name] for name in dict.fromkeys(names))
 
 
 def _study(given: Mapping[str, Any], budget: Budget) -> StudyOptions:

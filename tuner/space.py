@@ -15,6 +15,7 @@ from servekit.config.errors import ConfigError, show
 from servekit.config.resolve import flatten
 from servekit.config.roots import serve_root
 from servekit.config.schema import Config
+from servekit.tuner.launch import Configuration, LaunchConfig
 
 Value: TypeAlias = bool | int | float | str | None
 
@@ -136,10 +137,10 @@ class Warmth(Enum):
 
 @dataclass(frozen=True)
 class Condition:
-    """A knob matters only while a component is of one of these kinds."""
+    """A knob matters only while another has one of these values, as a component's options do under its kind."""
 
     key: str
-    kinds: tuple[str, ...]
+    kinds: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,13 @@ class Space:
         """What composes the point on top of the base configuration, as on the command line."""
         return [f"{_override_key(key, value)}={show(value)}" for key, value in self.active(point).items()]
 
-    def locate(self, config: Config) -> dict[str, Value]:
+    def locate(self, config: Configuration) -> dict[str, Value]:
         """The point of a configuration: its own values of the knobs that it has, `start` for the others.
 
         Raises:
             ConfigError: one of its values is outside the space.
         """
-        values = flatten(config)
+        values = config.knobs if isinstance(config, LaunchConfig) else flatten(config)
         point = {knob.key: _plain(values.get(knob.key, self.start.get(knob.key))) for knob in self.knobs}
         for knob in self.knobs:
             if knob.is_active(point) and not knob.domain.contains(point[knob.key]):

@@ -36,7 +36,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from servekit.config.errors import ConfigError
 from servekit.config.resolve import config_hash
-from servekit.config.schema import Config
+from servekit.tuner.launch import Configuration
 from servekit.tuner.space import Integers, Knob, Ladder, Options, Reals, Space, Value
 from servekit.tuner.trial import NEVER_RAN, Candidate, Ending, Outcome
 
@@ -51,7 +51,7 @@ NO_ANSWERS = (Ending.invalid, Ending.abandoned)
 RAN = "ran"
 """The constraint that a configuration breaks by not running at all."""
 
-Assemble: TypeAlias = Callable[[Sequence[str]], Config]
+Assemble: TypeAlias = Callable[[Sequence[str]], Configuration]
 """The configuration that overrides make of the base. Raises ConfigError."""
 Params: TypeAlias = dict[str, Any]
 """A point in Optuna's terms."""
@@ -174,7 +174,7 @@ class TuningStudy:
         return [_read_trial(trial) for trial in ended
                 if trial.state is not TrialState.FAIL or Ending(trial.user_attrs[_ENDING]) in NO_ANSWERS]
 
-    def enqueue(self, config: Config, origin: Origin) -> bool:
+    def enqueue(self, config: Configuration, origin: Origin) -> bool:
         """Try a configuration before any suggestion. False if it was measured, is running or is queued already.
 
         Raises ConfigError if it is outside the search space.

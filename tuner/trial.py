@@ -12,7 +12,7 @@ from enum import Enum
 from math import isfinite
 from typing import Any, Protocol
 
-from servekit.config.schema import Config
+from servekit.tuner.launch import Configuration
 from servekit.tuner.space import Value
 from servekit.tuner.verdict import Tally
 
@@ -58,7 +58,7 @@ class Candidate:
     """Of the knobs that matter in it."""
     overrides: Sequence[str]
     """What composes it on top of the base configuration."""
-    config: Config
+    config: Configuration
     config_hash: str
 
 

@@ -71,7 +71,7 @@ class Folder:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     folder = tmp_path_factory.mktemp("certified")
     config = compose_serve([*BASE, FOUND]).config
-    finalists = (Finalist("trial 3", Role.tuned, config, 6.0),
+    finalists = (Finalist("trial 3", Role.tuned, config, 6.0, (FOUND,)),
                  Finalist("default", Role.default, compose_serve(BASE).config, 2.5))
     engine = FakeEngine(folder, lambda found: 10.0 if found == config else 5.0)
     confirmed = Confirmation(SLO, finalists, engine, Rules(40, max_rounds=1)).run()
@@ -81,7 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     attack.write(folder / "attack.json")
     (folder / "tuned.yaml").write_text(tuned_yaml(config, BASE, TunedFor("slo", "load", "model", "cpu", "today")))
     certify(folder, SLO, PLAN, confirmed, {"trial 3": folder / "attack.json"}, [folder / "tuned.yaml"],
-            Circumstances(BASE, {"trial 3": [FOUND]}, {"name": "cpu", "cores": 2}, {"trials": 12, "minutes": 3.5},
+            Circumstances(BASE, {"name": "cpu", "cores": 2}, {"trials": 12, "minutes": 3.5},
                           "2024-05-01T10:00:00+00:00"))
     pristine = tmp_path_factory.mktemp("pristine") / "copy"
     shutil.copytree(folder, pristine)

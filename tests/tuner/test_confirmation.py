@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from servekit.config.schema import Config
-from servekit.tuner.confirmation import Confirmation, Confirmed, Finalist, Progress, Rules, plan_time, round_s
+from servekit.tuner.confirmation import Confirmation, Confirmed, Entrant, Finalist, Progress, Rules, plan_time, round_s
 from servekit.tuner.executor import EngineFailed
 from servekit.tuner.judgement import Role
 from servekit.tuner.measure import Measurement, Problem
@@ -176,12 +176,12 @@ def test_no_new_round_begins_without_time(tmp_path: Path) -> None:
     engine = FakeEngine(tmp_path, capacity)
     asked = list[float]()
 
-    def may_begin_round() -> bool:
-        asked.append(round_s(confirmation.entered, RULES, start_s=5.0, warmup_requests=2, drain_s=1.0))
+    def may_begin_round(entered: Sequence[Entrant]) -> bool:
+        asked.append(round_s(entered, RULES, start_s=5.0, warmup_requests=2, drain_s=1.0))
         return False
 
     confirmation = Confirmation(SLO, (BEST, DEFAULT), engine, RULES, may_begin_round=may_begin_round)
-    confirmation.run()
+    assert confirmation.run().is_out_of_time
     assert {stream for *_, stream in engine.calls} == {"confirm 1", "confirm 2"}
     assert asked == [pytest.approx(2 * (6.0 + 152 / (2.5 / 0.93)))], "only the default would be measured"
 

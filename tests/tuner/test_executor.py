@@ -16,7 +16,8 @@ from engine.helpers import CACHE_DIR, dummy_model
 from servekit.config.bench import BenchConfig, FixedWorkloadConfig, PoissonArrivalConfig
 from servekit.config.compose import compose_serve
 from servekit.config.resolve import config_hash
-from servekit.tuner.executor import EngineExecutor, EngineFailed, RunLength
+from servekit.tuner.engine_host import EngineHost
+from servekit.tuner.executor import EngineFailed, RunLength, TrialExecutor
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.measure import Tolerance
 from servekit.tuner.run_log import read_run
@@ -30,16 +31,21 @@ BENCH = BenchConfig(workload=FixedWorkloadConfig(prompt_tokens=32, output_tokens
 QUIET_ENOUGH = Tolerance(busy_share=None, slowdown=None)
 
 
-def make_executor(folder: Path, slo: Slo) -> EngineExecutor:
-    executor = EngineExecutor(dummy_model(), CACHE_DIR, slo, LoadPlan(BENCH, 5, 1, 60.0), RunLength(12, 0.0), folder,
-                              QUIET_ENOUGH)
+def make_executor(folder: Path, slo: Slo, host: EngineHost | None = None) -> TrialExecutor:
+    executor = TrialExecutor(host or EngineHost(dummy_model(), CACHE_DIR), slo, LoadPlan(BENCH, 5, 1, 60.0),
+                             RunLength(12, 0.0), folder, QUIET_ENOUGH)
     executor.start_per_s = 50.0
     return executor
 
 
 @pytest.fixture
-def executor(tmp_path: Path) -> Iterator[EngineExecutor]:
-    executor = make_executor(tmp_path, LOOSE)
+def host() -> EngineHost:
+    return EngineHost(dummy_model(), CACHE_DIR)
+
+
+@pytest.fixture
+def executor(tmp_path: Path, host: EngineHost) -> Iterator[TrialExecutor]:
+    executor = make_executor(tmp_path, LOOSE, host)
     yield executor
     executor.close()
 
@@ -61,20 +67,20 @@ def engine_processes() -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
-def test_an_engine_lives_as_long_as_its_weights_can_stay(executor: EngineExecutor) -> None:
+def test_an_engine_lives_as_long_as_its_weights_can_stay(executor: TrialExecutor, host: EngineHost) -> None:
     assert warmth(executor.run(candidate(0))) == "cold"
     (first,) = engine_processes()
     assert warmth(executor.run(candidate(1, "scheduler.max_num_seqs=3", "memory.block_size_tokens=8"))) == "hot"
     assert engine_processes() == [first]
     assert warmth(executor.run(candidate(2, "engine.threads=2"))) == "cold"
     assert engine_processes() != [first]
-    executor.always_cold = lambda: frozenset({"scheduler.max_num_seqs"})
+    host.always_cold = lambda: frozenset({"scheduler.max_num_seqs"})
     assert warmth(executor.run(candidate(3, "engine.threads=2", "scheduler.max_num_seqs=3"))) == "cold"
     assert warmth(executor.run(candidate(4, "engine.threads=2", "scheduler.max_num_seqs=3",
                                          "scheduler.max_step_tokens=384"))) == "hot"
 
 
-def test_the_log_of_every_run_is_kept(executor: EngineExecutor, tmp_path: Path) -> None:
+def test_the_log_of_every_run_is_kept(executor: TrialExecutor, tmp_path: Path) -> None:
     outcome = executor.run(candidate(7))
     runs = [read_run(tmp_path / run["log"]) for run in outcome.facts["runs"]]
     assert [run.stream for run in runs] == [f"trial 7 run {i}" for i in range(len(runs))]
@@ -85,7 +91,7 @@ def test_the_log_of_every_run_is_kept(executor: EngineExecutor, tmp_path: Path) 
     assert sum(outcome.facts["bound"].values()) > 0
 
 
-def test_the_incumbent_is_where_the_next_one_begins(executor: EngineExecutor) -> None:
+def test_the_incumbent_is_where_the_next_one_begins(executor: TrialExecutor) -> None:
     first, second = executor.run(candidate(0)), executor.run(candidate(1, "scheduler.max_num_seqs=3"))
     assert first.facts["runs"][0]["rate_per_s"] == 50.0
     assert second.facts["runs"][0]["rate_per_s"] == first.rate_per_s > 50.0
@@ -101,7 +107,7 @@ def test_what_holds_nowhere_says_which_promise_is_broken(tmp_path: Path) -> None
         executor.close()
 
 
-def test_settings_that_the_engine_refuses_are_illegal_and_it_goes_on(executor: EngineExecutor) -> None:
+def test_settings_that_the_engine_refuses_are_illegal_and_it_goes_on(executor: TrialExecutor) -> None:
     refused = candidate(1, "scheduler/prefill=whole", "scheduler.max_step_tokens=128")
     assert executor.run(refused).ending is Ending.illegal, "on a fresh engine"
     assert engine_processes() == []
@@ -111,7 +117,7 @@ def test_settings_that_the_engine_refuses_are_illegal_and_it_goes_on(executor: E
     assert warmth(executor.run(candidate(3))) == "hot"
 
 
-def test_what_does_not_fit_the_memory_is_out_of_memory(executor: EngineExecutor) -> None:
+def test_what_does_not_fit_the_memory_is_out_of_memory(executor: TrialExecutor) -> None:
     huge = candidate(1, "memory.num_kv_blocks=1000000000")
     for _ in range(2):
         outcome = executor.run(huge)
@@ -119,7 +125,7 @@ def test_what_does_not_fit_the_memory_is_out_of_memory(executor: EngineExecutor)
         assert executor.run(candidate(2)).ending is Ending.measured
 
 
-def test_an_engine_that_dies_under_load_ends_its_trial_only(executor: EngineExecutor, tmp_path: Path) -> None:
+def test_an_engine_that_dies_under_load_ends_its_trial_only(executor: TrialExecutor, tmp_path: Path) -> None:
     assert warmth(executor.run(candidate(0))) == "cold"
     num_logs = len(list(tmp_path.glob("*.json")))
 
@@ -137,21 +143,21 @@ def test_an_engine_that_dies_under_load_ends_its_trial_only(executor: EngineExec
     assert warmth(executor.run(candidate(2))) == "cold"
 
 
-def test_an_engine_that_died_between_trials_is_started_again(executor: EngineExecutor) -> None:
+def test_an_engine_that_died_between_trials_is_started_again(executor: TrialExecutor) -> None:
     executor.run(candidate(0))
     for process_id in engine_processes():
         os.kill(process_id, signal.SIGKILL)
     assert warmth(executor.run(candidate(1))) == "cold"
 
 
-def test_an_engine_that_takes_too_long_to_start_is_hung(executor: EngineExecutor) -> None:
+def test_an_engine_that_takes_too_long_to_start_is_hung(executor: TrialExecutor) -> None:
     assert executor.run(candidate(0, "engine.startup_timeout_s=1")).ending is Ending.hung
     assert engine_processes() == []
 
 
-def test_a_single_measurement_raises_what_a_trial_would_tell(executor: EngineExecutor) -> None:
+def test_a_single_measurement_raises_what_a_trial_would_tell(executor: TrialExecutor) -> None:
     with pytest.raises(EngineFailed) as caught:
-        executor.facts_of(candidate(0, "memory.num_kv_blocks=1000000000").config)
+        executor.describe(candidate(0, "memory.num_kv_blocks=1000000000").config)
     assert caught.value.ending is Ending.out_of_memory_at_start
     measured, path = executor.measure_at(candidate(0).config, 40.0, 12, "alone", cold=True, stops_early=False)
     assert measured.holds and len(read_run(path).measured) == 12
@@ -159,7 +165,7 @@ def test_a_single_measurement_raises_what_a_trial_would_tell(executor: EngineExe
 
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     executor = make_executor(tmp_path, LOOSE)
-    executor.facts_of(candidate(0).config)
+    executor.describe(candidate(0).config)
     assert len(engine_processes()) == 1
     executor.close()
     assert engine_processes() == []

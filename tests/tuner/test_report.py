@@ -21,6 +21,7 @@ from servekit.tuner.confirmation import Confirmation, Finalist, Rules
 from servekit.tuner.importance import FEWEST_TRIALS, knob_importance
 from servekit.tuner.judgement import Role
 from servekit.tuner.report import LEVELS, Findings, report_data, write_report
+from servekit.tuner.reverts import Revert
 from servekit.tuner.run_log import read_run
 from servekit.tuner.space import Condition, Integers, Knob, Ladder, Options, Reals, Space, Value
 from servekit.tuner.study import RAN, Origin, Trial
@@ -57,10 +58,14 @@ def some_trials(count: int) -> list[Trial]:
     return trials
 
 
+REVERTS = (Revert("", None, None, True, {"ttft.p95": 0.01}), Revert(SEQS, 16, 8, False, {"ttft.p95": 0.4}),
+           Revert(POLICY, "fifo", "sjf", None, {}, "the engine died"))
+
+
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     folder = tmp_path_factory.mktemp("report")
-    finalists = (Finalist("trial 3", Role.tuned, TUNED_CONFIG, 6.0),
+    finalists = (Finalist("trial 3", Role.tuned, TUNED_CONFIG, 6.0, (f"{SEQS}=16", "scheduler/policy=fifo")),
                  Finalist("default", Role.default, DEFAULT_CONFIG, 2.5),
                  Finalist("rule of thumb", Role.rule_of_thumb, compose_serve([*BASE, f"{SEQS}=64"]).config, 4.0))
     capacity = {16: 10.0, 64: 7.0}
@@ -70,8 +75,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
                        [Phase("after it", 0.1, [Sent(1, 1, End.answered)], 1, 9, 4, 0)], 300 * 2**20, None)
     attack.write(folder / "attack.json")
     certificate = certify(folder, SLO, PLAN, confirmed, {"trial 3": folder / "attack.json"}, [], Circumstances(
-        BASE, {"trial 3": [f"{SEQS}=16", "scheduler/policy=fifo"]}, {"device": "cpu", "cores": 2},
-        {"trials": 36, "minutes": 12.5}, "2024-05-01T10:00:00+00:00"))
+        BASE, {"device": "cpu", "cores": 2}, {"trials": 36, "minutes": 12.5}, "2024-05-01T10:00:00+00:00"))
     logs = []
     for rate_per_s in (5.0, 7.0, 9.0):
         _, path = engine.measure_at(TUNED_CONFIG, rate_per_s, 60, f"trial 3 run {len(logs)}", cold=True,
@@ -86,7 +90,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
                         facts={"runs": logs, "bound": {"token_budget": 5, "nothing_waiting": 95}})
     trials[5] = trial(5, {SEQS: 64, POLICY: "fifo", KV: 64}, 0.0, Ending.crashed)
     return Findings(certificate, folder, folder / "runs", SPACE, trials, "dummy:tiny", "fixed lengths",
-                    ("4 knobs around the base", "a trial takes about 20 s"))
+                    ("4 knobs around the base", "a trial takes about 20 s"), REVERTS)
 
 
 def test_the_summary_has_everybody_with_bounds(findings: Findings) -> None:
@@ -107,7 +111,7 @@ def test_curves_are_distribution_functions_of_the_logs(findings: Findings) -> No
     data = report_data(findings)
     ttft = data["curves"][0]
     names = [series["name"] for series in ttft["series"]]
-    assert names[:2] == ["trial 3 at 6/s", "default at 6/s"] and len(names) == 3
+    assert names[:2] == ["trial 3 at 6/s", "default at 6/s"] and names[3] == "rule of thumb at 4/s"
     assert ttft["limits"] == [{"limit_s": 1.0, "share": 0.95}]
     winner = ttft["series"][0]
     assert winner["x"] == sorted(winner["x"]) and winner["y"][-1] == 1.0 and winner["count"] == 240
@@ -220,6 +224,7 @@ def test_chromium_draws_it(findings: Findings, tmp_path: Path, browser: Any, cas
     heading = page.locator("h1").inner_text()
     assert heading.startswith("No configuration that holds" if case == "nothing holds" else
                               "trial 3 holds the objective at 6.00 requests per second, ")
+    assert "scheduler.max_num_seqs 16 8 40" in " ".join(page.locator("main").inner_text().split())
     assert "NaN" not in page.content() and "undefined" not in page.locator("main").inner_html()
 
 

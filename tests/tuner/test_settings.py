@@ -126,7 +126,8 @@ def test_a_bare_name_is_one_of_those(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("p50: 80ms", "p5: 80ms", "slo.tpot.p5=80ms: a percentile must lie between p50 and p99.9"),
     ("p50: 80ms", "p50: 80 parsecs", "slo.tpot.p50=80 parsecs: must be a number and one of us, ms, s, min"),
     ("  ttft:", "  ttfd:", "did you mean slo.ttft? "),
-    ("budget:", "bugdet:", "must be one of slo, workload, base, search, budget, study, folder (FILE, line 13); "
+    ("budget:", "bugdet:", "must be one of slo, workload, base, search, budget, study, compare, folder, target, url, "
+     "start_command, launch (FILE, line 13); "
      "did you mean budget?"),
     ("minutes: 5", "minuets: 5", "budget.minuets=5: must be one of minutes"),
     ("minutes: 5", "minuets: 5", "(FILE, line 13); did you mean budget.minutes?"),
