@@ -1,4 +1,4 @@
-"""servekit's own engine for measurements: its model's files are fetched first, with a bar while they are on their way."""
+"""servekit's own engine for measurements; its model's files are fetched first, with a bar meanwhile."""
 
 from __future__ import annotations
 

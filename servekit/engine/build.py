@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from servekit.config.errors import ConfigError, require
 from servekit.config.resolve import as_dict
-from servekit.config.schema import Config, DType, KernelSet
+from servekit.config.schema import Config, Device, DType, EngineConfig, KernelSet
 from servekit.core.build import build_scheduler
 from servekit.engine.engine import Engine
+from servekit.engine.execution import resolve_execution
 from servekit.engine.messages import EngineFacts
+from servekit.engine.pipeline import Lockstep, Overlapped
 from servekit.engine.resolve import Resolved, resolve
 from servekit.engine.step_log import NoStepLog, Opened, StepLog, StepLogFile
 from servekit.kernels import Kernels, reference_kernels
@@ -26,8 +29,12 @@ from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel
 from servekit.model.spec import ModelSpec
 from servekit.runner.device import DeviceFacts, find_device
-from servekit.runner.kv_tensors import allocate_host_kv, allocate_kv
-from servekit.runner.memory import MemoryPlan, plan_memory
+from servekit.runner.graphs import CudaCapturer, DecodeGraphs, GraphInputs, GraphSizes, graph_bytes
+from servekit.runner.inputs import StepInputs
+from servekit.runner.kv_tensors import KVTensors, allocate_host_kv, allocate_kv
+from servekit.runner.memory import Formats, MemoryPlan, plan_memory
+from servekit.runner.profile import cuda_peak_bytes, measure_activation_bytes
+from servekit.runner.queue import work_queue
 from servekit.runner.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -84,23 +91,43 @@ def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress
     started = time.monotonic()
     decoder = load_decoder(local, spec, _TORCH_DTYPES[resolved.dtype], device.torch_device, kernels,
                            config.model.max_model_len or spec.max_context_tokens,
-                           lambda done, total: on_progress("weights", done, total, "B"), resolved.quantization)
+                           lambda done, total: on_progress("weights", done, total, "B"), resolved.quantization,
+                           config.model.quantization_report)
     return assemble(config, LoadedModel(config, local, spec, device, kernels, resolved, decoder,
-                                        time.monotonic() - started))
+                                        time.monotonic() - started), on_progress)
 
 
-def assemble(config: Config, model: LoadedModel) -> BuiltEngine:
-    """An engine around a loaded model: KV cache, scheduler, runner. Raises ConfigError."""
+def assemble(config: Config, model: LoadedModel, on_progress: OnProgress = lambda *_: None) -> BuiltEngine:
+    """An engine around a loaded model: KV cache, scheduler, runner with its CUDA graphs. Raises ConfigError."""
     _check_same_model(config, model.config)
-    memory = _plan(config, model.spec, model.device, model.resolved)
+    execution = resolve_execution(config, model.device, model.resolved.kernels)
+    memory = _plan(config, model.spec, model.device, model.resolved, _profile(config, model))
     scheduler = build_scheduler(config.scheduler, memory.num_kv_blocks, config.memory.block_size_tokens,
                                 memory.max_model_len, memory.num_host_blocks)
     kv = allocate_kv(model.spec, memory.num_kv_blocks, config.memory.block_size_tokens,
                      _TORCH_DTYPES[model.resolved.kv_dtype], model.device.torch_device)
+    graphs = _capture(execution.graph_sizes, config, model, memory, kv, on_progress) if execution.graph_sizes else None
     runner = Runner(model.decoder, kv, allocate_host_kv(kv, memory.num_host_blocks), model.kernels,
-                    config.memory.block_size_tokens, model.device.torch_device)
-    facts = _facts(model.local, model.spec.vocab_size, config, model.device, model.resolved, memory, model.load_s)
-    return BuiltEngine(Engine(scheduler, runner, log=_step_log(config, memory)), facts, model)
+                    config.memory.block_size_tokens, model.device.torch_device,
+                    work_queue(model.device.torch_device, execution.overlap), graphs)
+    facts = _facts(model.local, model.spec.vocab_size, config, model.device, model.resolved, memory, model.load_s,
+                   execution.notes)
+    pipeline = Overlapped(runner) if execution.overlap else Lockstep(runner)
+    return BuiltEngine(Engine(scheduler, pipeline, log=_step_log(config, memory)), facts, model)
+
+
+@torch.inference_mode()
+def _capture(sizes: tuple[int, ...], config: Config, model: LoadedModel, memory: MemoryPlan, kv: KVTensors,
+             on_progress: OnProgress) -> DecodeGraphs:
+    """Decode steps of the decoder over this cache, as CUDA graphs."""
+    decoder = model.decoder
+
+    def forward(inputs: StepInputs) -> Tensor:
+        return decoder.logits(decoder.forward(inputs.token_ids, inputs.positions, inputs.batch, kv))
+
+    inputs = GraphInputs(max(sizes), memory.max_model_len, config.memory.block_size_tokens, model.device.torch_device)
+    return DecodeGraphs(GraphSizes(sizes), inputs, forward, CudaCapturer(),
+                        lambda done, total: on_progress("CUDA graphs", done, total, "graphs"))
 
 
 class ReconfigurableEngine:
@@ -134,17 +161,37 @@ class ReconfigurableEngine:
         return self._built.facts
 
 
-def _plan(config: Config, spec: ModelSpec, device: DeviceFacts, resolved: Resolved) -> MemoryPlan:
-    return plan_memory(config, spec, device, resolved.quantization, _TORCH_DTYPES[resolved.dtype].itemsize,
-                       _TORCH_DTYPES[resolved.kv_dtype].itemsize)
+def _plan(config: Config, spec: ModelSpec, device: DeviceFacts, resolved: Resolved,
+          measured_activation_bytes: int | None = None) -> MemoryPlan:
+    formats = Formats(resolved.quantization, resolved.kernels, _TORCH_DTYPES[resolved.dtype].itemsize,
+                      _TORCH_DTYPES[resolved.kv_dtype].itemsize)
+    graphs = graph_bytes(spec, resolve_execution(config, device, resolved.kernels).graph_sizes,
+                         config.model.max_model_len or spec.max_context_tokens, config.memory.block_size_tokens,
+                         formats.dtype_bytes)
+    return plan_memory(config, spec, device, formats, measured_activation_bytes, graphs)
+
+
+def _profile(config: Config, model: LoadedModel) -> int | None:
+    """Bytes of the largest step's temporary tensors, measured; None on a CPU, where nothing counts them."""
+    if model.device.kind is not Device.cuda:
+        return None
+    scheduler, max_len = config.scheduler, config.model.max_model_len or model.spec.max_context_tokens
+    return measure_activation_bytes(model.decoder, scheduler.max_step_tokens, scheduler.max_num_seqs,
+                                    config.memory.block_size_tokens, max_len, _TORCH_DTYPES[model.resolved.kv_dtype],
+                                    model.device.torch_device, cuda_peak_bytes)
 
 
 def _check_same_model(config: Config, loaded: Config) -> None:
     """Raise ConfigError for a setting that only a fresh process can change."""
-    asked = {"model": config.model, "engine": config.engine, "memory.kv_dtype": config.memory.kv_dtype}
-    have = {"model": loaded.model, "engine": loaded.engine, "memory.kv_dtype": loaded.memory.kv_dtype}
+    asked, have = ({"model": one.model, "engine": _but_for_graph_sizes(one), "memory.kv_dtype": one.memory.kv_dtype}
+                   for one in (config, loaded))
     for key, value in asked.items():
         require(value == have[key], key, value, "cannot change while the model is loaded", "start the engine anew")
+
+
+def _but_for_graph_sizes(config: Config) -> EngineConfig:
+    """Graphs are captured again for every KV cache, so their sizes may change with it."""
+    return replace(config.engine, graph_batch_sizes=None)
 
 
 def _step_log(config: Config, memory: MemoryPlan) -> StepLog:
@@ -189,7 +236,7 @@ def _triton_kernels(reference: Kernels, device: torch.device) -> Kernels:
 
 
 def _facts(local: LocalModel, vocab_size: int, config: Config, device: DeviceFacts, resolved: Resolved,
-           memory: MemoryPlan, load_s: float) -> EngineFacts:
+           memory: MemoryPlan, load_s: float, notes: tuple[str, ...]) -> EngineFacts:
     return EngineFacts(
         model_name=config.model.name or local.name,
         max_model_len=memory.max_model_len,
@@ -202,8 +249,9 @@ def _facts(local: LocalModel, vocab_size: int, config: Config, device: DeviceFac
         kv_dtype=resolved.kv_dtype.value,
         kernels=resolved.kernels.value,
         threads=resolved.threads,
-        weights_bytes=memory.weights_bytes,
+        weights_bytes=memory.use.weights_bytes,
         kv_bytes=memory.kv_bytes,
         load_s=load_s,
-        notes=resolved.notes + memory.notes,
-        num_host_blocks=memory.num_host_blocks)
+        notes=resolved.notes + memory.notes + notes,
+        num_host_blocks=memory.num_host_blocks,
+        memory=memory.use)

@@ -1,27 +1,22 @@
-"""The engine: a scheduler, an executor, and the loop of three calls that is a step."""
+"""The engine: a scheduler, an executor at the end of a pipeline, and the loop of three calls that is a step."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from servekit.core.plan import Plan, StepResult
+from servekit.core.plan import Plan
 from servekit.core.request import FinishReason, RequestEvent, RequestId, RequestSpec
 from servekit.core.scheduler import Scheduler
 from servekit.engine.messages import Breakdown, EngineStats, StepOutput, StepRecord
+from servekit.engine.pipeline import Pipeline
 from servekit.engine.step_log import NoStepLog, StepLog
 
 _BREAKDOWN_INTERVAL_S = 1.0
 """Counters by name change with every step, and copying and sending them is not free."""
-
-
-class Executor(Protocol):
-    """Computes plans: the runner on a device, or a model of its step times."""
-
-    def execute(self, plan: Plan) -> StepResult: ...
 
 
 @dataclass(slots=True)
@@ -39,14 +34,19 @@ class Engine:
     `clock` gives seconds and never goes back; arrival times of requests are on the same clock.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic,
+    def __init__(self, scheduler: Scheduler, pipeline: Pipeline, clock: Callable[[], float] = time.monotonic,
                  log: StepLog | None = None) -> None:
         self._scheduler = scheduler
         self._log = log or NoStepLog()
-        self._executor = executor
+        self._pipeline = pipeline
         self._clock = clock
         self._spent = _Spent()
+        self._executions: Counter[str] = Counter()
+        """Steps by how they were computed."""
+        self._launched_s: deque[float] = deque()
+        """When each step began that has not been booked."""
         self._last_plan: Plan | None = None
+        """None when something has happened since it was made."""
         self._unsent: list[RequestEvent] = []
         """Refusals and aborts since the last step."""
         self._breakdown_due_s = -math.inf
@@ -54,7 +54,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do or to say."""
-        return self._scheduler.has_requests or bool(self._unsent)
+        return self._scheduler.has_requests or bool(self._unsent) or self._pipeline.is_busy
 
     def idle_s(self) -> float | None:
         """For how long a step would find nothing to compute, if no request comes or goes: 0 right after one that did.
@@ -62,7 +62,7 @@ class Engine:
         None: until a request comes. Requests may be here and wait, for instance for their batch to fill.
         """
         plan = self._last_plan
-        if self._unsent:
+        if self._unsent or self._pipeline.is_busy:
             return 0.0
         if not self._scheduler.has_requests:
             return None
@@ -96,22 +96,31 @@ class Engine:
         return self._scheduler.reset_prefix_cache()
 
     def step(self) -> StepOutput:
-        """Plan, compute, book: advance every request that the plan has room for."""
+        """Plan, compute, book: advance every request that the plan has room for.
+
+        What is booked is the step that was planned, or where steps overlap the one before it.
+        """
         started = self._clock()
         plan = self._scheduler.schedule(started)
         planned = self._clock()
-        self._last_plan = plan
         self._log.planned(plan, started)
-        result = self._executor.execute(plan) if plan.has_work else StepResult({})
+        self._launched_s.append(planned)
+        done_steps = self._pipeline.execute(plan)
         executed = self._clock()
-        self._log.updated(result, planned, executed)
-        events = self._take_unsent() + self._scheduler.update(plan, result, executed)
+        self._last_plan = plan if len(done_steps) < 2 else None
+        events, record_of = self._take_unsent(), None
+        for done, result in done_steps:
+            self._log.updated(result, self._launched_s.popleft(), executed)
+            events += self._scheduler.update(done, result, executed)
+            if done.items:
+                self._executions["eager" if result.graph_size is None else f"graph_{result.graph_size}"] += 1
+                record_of = done
         finished = self._clock()
         self._spent.schedule_s += planned - started
         self._spent.execute_s += executed - planned
         self._spent.update_s += finished - executed
         return StepOutput(tuple(events), self.stats(self._is_breakdown_due(finished)),
-                          _record(plan, finished - started) if plan.items else None)
+                          None if record_of is None else _record(record_of, finished - started))
 
     def stats(self, with_breakdown: bool = True) -> EngineStats:
         """Counters and gauges as of now."""
@@ -134,7 +143,7 @@ class Engine:
             schedule_s_total=self._spent.schedule_s,
             execute_s_total=self._spent.execute_s,
             update_s_total=self._spent.update_s,
-            breakdown=Breakdown.of(stats) if with_breakdown else None)
+            breakdown=Breakdown.of(stats, self._executions) if with_breakdown else None)
 
     def _is_breakdown_due(self, now: float) -> bool:
         """Whether a second has passed since the last one, or nothing is left to do."""

@@ -5,12 +5,14 @@ One message a step travels back, not one a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from servekit.core.request import RequestEvent, RequestId, RequestSpec
 from servekit.core.stats import SchedulerStats, Service, ServiceByGroup
+from servekit.model.footprint import MemoryUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class EngineFacts:
     """What was derived or lowered, `key: old -> new (why)`, one line each."""
     num_host_blocks: int = 0
     """KV blocks in the host's memory, for requests that are swapped out."""
+    memory: MemoryUse | None = None
+    """Where the device's memory goes, beside the KV cache."""
 
     @property
     def kv_tokens(self) -> int:
@@ -58,12 +62,14 @@ class Breakdown:
     classes: dict[str, Service] = field(default_factory=dict)
     """By the requests' priority."""
     tenants: dict[str, Service] = field(default_factory=dict)
+    executions: dict[str, int] = field(default_factory=dict)
+    """Steps by how they were computed: `graph_8` (a CUDA graph for 8 decodes), or `eager`."""
 
     @classmethod
-    def of(cls, stats: SchedulerStats) -> Breakdown:
-        """What a scheduler has counted until now."""
+    def of(cls, stats: SchedulerStats, executions: Mapping[str, int]) -> Breakdown:
+        """What a scheduler has counted until now, and an engine of its steps."""
         return cls(dict(stats.bound), dict(stats.preemptions_by_kind), dict(stats.refused),
-                   _copied(stats.classes), _copied(stats.tenants))
+                   _copied(stats.classes), _copied(stats.tenants), dict(executions))
 
 
 def _copied(groups: ServiceByGroup) -> dict[str, Service]:

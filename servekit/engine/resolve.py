@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from servekit.config.errors import ConfigError, require
 from servekit.config.schema import Config, Device, DType, KernelSet, Quantization
 from servekit.model.spec import ModelSpec
-from servekit.runner.device import DeviceFacts
+from servekit.runner.device import FIRST_WITH_FP8, DeviceFacts
 
 _STORED_INTEGERS = {"Q8_0": Quantization.int8, "Q4_0": Quantization.int4, "Q4_1": Quantization.int4}
 """Checkpoints whose matrices are integers that the kernels can multiply by as they are."""
@@ -42,7 +42,7 @@ def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: Ker
         dtype = DType.float32 if device.kind is Device.cpu else DType.bfloat16
         notes.append(f"model.dtype: auto -> {dtype.value}")
     kernels = _kernels(config, spec, device, dtype, available, notes)
-    quantization = _quantization(config, spec, kernels, notes)
+    quantization = _quantization(config, spec, device, kernels, notes)
     kv_dtype = _kv_dtype(config, kernels, quantization, dtype, notes)
     return Resolved(dtype, kv_dtype, quantization, kernels, _threads(config, device, notes), tuple(notes))
 
@@ -70,12 +70,33 @@ def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType,
     return wanted
 
 
-def _quantization(config: Config, spec: ModelSpec, kernels: KernelSet, notes: list[str]) -> Quantization:
+def _quantization(config: Config, spec: ModelSpec, device: DeviceFacts, kernels: KernelSet,
+                  notes: list[str]) -> Quantization:
     wanted = config.model.quantization
-    if wanted is not Quantization.auto:
-        return wanted
-    stored = _STORED_INTEGERS.get(spec.checkpoint_dtype, Quantization.none)
-    quantization = stored if kernels is KernelSet.cpu else Quantization.none
+    quantization = _as_stored(spec, kernels, notes) if wanted is Quantization.auto else wanted
+    if quantization is Quantization.fp8_dynamic and kernels is KernelSet.triton:
+        capability = device.compute_capability or (0, 0)
+        require(capability >= FIRST_WITH_FP8, "model.quantization", wanted.value,
+                f"{device.name} multiplies no eight-bit floats (compute capability {capability[0]}.{capability[1]}; "
+                f"{FIRST_WITH_FP8[0]}.{FIRST_WITH_FP8[1]} is the first to)",
+                "set model.quantization=fp8, whose activations are not rounded, or int8_dynamic, int8, int4 or none")
+    return quantization
+
+
+def _as_stored(spec: ModelSpec, kernels: KernelSet, notes: list[str]) -> Quantization:
+    """What the checkpoint's own matrices can be multiplied by as they are."""
+    stored = spec.stored_quantization
+    if stored is not None:
+        weights = stored.layout.quantization.value
+        if stored.as_made is None:
+            raise ConfigError("model.quantization", "auto", f"the checkpoint ({stored.method}) wants activations "
+                              "rounded in a way that no kernel has: with fixed scales, or to four bits",
+                              f"set model.quantization={weights}, whose activations are not rounded")
+        notes.append(f"model.quantization: auto -> {stored.as_made.value} (the checkpoint's own numbers, "
+                     f"{stored.method})")
+        return stored.as_made
+    in_gguf = _STORED_INTEGERS.get(spec.checkpoint_dtype, Quantization.none)
+    quantization = in_gguf if kernels is KernelSet.cpu else Quantization.none
     if quantization is not Quantization.none:
         notes.append(f"model.quantization: auto -> {quantization.value} (the file's own {spec.checkpoint_dtype} "
                      "integers, not rounded again)")

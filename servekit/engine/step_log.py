@@ -1,12 +1,14 @@
 """The step log: all that a scheduler was told and decided, in its order, so that it can be replayed exactly.
 
 One JSON object a line. A scheduler depends on nothing but its configuration, the size of its KV cache, and the calls
-that the log holds with their times; a fresh one that gets the same calls makes the same plans. The log holds prompts
-(as token ids) and answers: keep it as you would keep them.
+that the log holds with their times; a fresh one that gets the same calls makes the same plans. Where steps overlap, a
+step is planned before the one before it is updated; plans are updated in their order. The log holds prompts (as token
+ids) and answers: keep it as you would keep them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -104,7 +106,9 @@ class Planned(msgspec.Struct, frozen=True, tag="planned"):
 
 
 class Updated(msgspec.Struct, frozen=True, tag="updated"):
-    """The planned step was computed from `started_s` to `at_s`: the tokens that came of it, and what failed."""
+    """The first planned step not updated was begun at `started_s` and done by `at_s`: the tokens that came of it, and
+    what failed.
+    """
 
     at_s: float
     started_s: float
@@ -224,10 +228,11 @@ def replay(records: Iterable[Record], make_scheduler: Callable[[Opened], Schedul
     it may not have planned: compare, and stop at the first difference.
     """
     scheduler: Scheduler | None = None
-    plan = Plan((), 0)
+    plans: deque[Plan] = deque()
     for record in records:
         if isinstance(record, Opened):
             scheduler = make_scheduler(record)
+            plans.clear()
             continue
         if scheduler is None:
             raise StepLogError("the log does not begin with its engine's start")
@@ -242,7 +247,8 @@ def replay(records: Iterable[Record], make_scheduler: Callable[[Opened], Schedul
                 scheduler.reset_prefix_cache()
             case Planned(at_s):
                 plan = scheduler.schedule(at_s)
+                plans.append(plan)
                 yield ReplayedStep(record, Planned.of(plan, at_s))
             case Updated(at_s, _, sampled, failed):
                 tokens = {request_id: Sampled(token_id) for request_id, token_id in sampled.items()}
-                scheduler.update(plan, StepResult(tokens, failed), at_s)
+                scheduler.update(plans.popleft(), StepResult(tokens, failed), at_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from servekit.config.schema import Quantization
@@ -36,7 +37,7 @@ def load_spec(local: LocalModel) -> ModelSpec:
 
 def load_decoder(local: LocalModel, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels,
                  max_model_len: int, progress: Callable[[int, int], None],
-                 quantization: Quantization = Quantization.none) -> Decoder:
+                 quantization: Quantization = Quantization.none, report: str | None = None) -> Decoder:
     """Read a model's weights and build its decoder.
 
     Args:
@@ -48,24 +49,33 @@ def load_decoder(local: LocalModel, spec: ModelSpec, dtype: torch.dtype, device:
         max_model_len: Longest context that will be asked for, in tokens.
         progress: Called with the bytes read so far and the bytes in all, of the checkpoint.
         quantization: Of the weight matrices; see `load_weights`.
+        report: File for the error of each matrix's products; None: none is measured.
 
-    Raises ModelFileError for a file or tensor that is missing, unexpected, misshapen or truncated.
+    Raises ModelFileError for a file or tensor that is missing, unexpected, misshapen or truncated, ConfigError for a
+    quantisation that the kernels do not have for it and for a report that cannot be written.
     """
     from servekit.model.decoder import Decoder
+    from servekit.model.quantization_report import QuantizationReport
     from servekit.model.weights import load_weights
 
-    weights = load_weights(_tensor_source(local, spec), spec, dtype, device, kernels, quantization, progress)
+    errors = None if report is None else QuantizationReport(Path(report), dtype, device)
+    weights = load_weights(_tensor_source(local, spec), spec, dtype, device, kernels, quantization, progress, errors)
+    if errors is not None:
+        errors.close()
     return Decoder(spec, weights, kernels, max_model_len)
 
 
 def _tensor_source(local: LocalModel, spec: ModelSpec) -> TensorSource:
     from servekit.model.weights_dummy import DummyTensors
     from servekit.model.weights_gguf import GgufTensors
-    from servekit.model.weights_safetensors import SafetensorsFolder
+    from servekit.model.weights_quantized import QuantizedFolder
+    from servekit.model.weights_safetensors import SafetensorsFiles, SafetensorsFolder
 
     match local.kind:
         case SourceKind.folder:
-            return SafetensorsFolder(local.files, spec)
+            files = SafetensorsFiles(local.files)
+            stored = spec.stored_quantization
+            return SafetensorsFolder(files, spec) if stored is None else QuantizedFolder(files, spec, stored)
         case SourceKind.gguf:
             return GgufTensors(local.files, spec)
         case SourceKind.dummy:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from servekit.config.errors import require
+from servekit.model.stored_quantization import StoredQuantization
 
 
 class Family(Enum):
@@ -122,6 +123,8 @@ class ModelSpec:
     """Every token that ends a text."""
     checkpoint_dtype: str = "float32"
     """Number format in which the weights are stored, as the checkpoint names it."""
+    stored_quantization: StoredQuantization | None = None
+    """How the checkpoint stores matrices that are quantised; None where its tensors are plain numbers, or in GGUF."""
     generation_defaults: Mapping[str, float | int | bool] = field(default_factory=dict, hash=False)
     """Sampling defaults of generation_config.json, by their names there."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from servekit.config.errors import ConfigError
 from servekit.model.fields import Fields
 from servekit.model.local import ModelFileError
+from servekit.model.quantization_config import read_stored_quantization
 from servekit.model.spec import (
     DynamicScaling,
     Family,
@@ -27,8 +28,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "partial_rotary_factor": (None, 1.0),
     "rope_interleaved": (None, False),
     "use_mrope": (None, False),
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
     "num_experts": (None, 0),
@@ -85,8 +84,12 @@ def read_huggingface_spec(folder: Path) -> ModelSpec:
 
 
 def read_config_spec(path: Path) -> ModelSpec:
-    """Read a model's spec from a config.json alone. Raises as `read_huggingface_spec`."""
-    return spec_from_config(_read_json(path), {})
+    """Read a model's shape from a config.json alone. Raises as `read_huggingface_spec`."""
+    spec = spec_from_config(_read_json(path), {})
+    if spec.stored_quantization is not None:
+        raise ConfigError(f"{path}: quantization_config", spec.stored_quantization.method,
+                          "a shape has no stored weights", "remove it, and choose the precision in the settings")
+    return spec
 
 
 def spec_from_config(config: Mapping[str, object], generation: Mapping[str, object]) -> ModelSpec:
@@ -116,6 +119,7 @@ def spec_from_config(config: Mapping[str, object], generation: Mapping[str, obje
         qk_norm=family is Family.qwen3,
         bos_token_id=_bos_token_id(fields, family),
         eos_token_ids=_eos_token_ids(fields, family, Fields(generation, "generation_config.json")),
+        stored_quantization=read_stored_quantization(fields),
         checkpoint_dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         generation_defaults=_generation_defaults(generation),
     )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from servekit.config.errors import require
+from servekit.config.errors import ConfigError, require
 from servekit.config.schema import Quantization
-from servekit.kernels import Kernels, Product, int4_linear, int8_linear
-from servekit.kernels.int4_linear import Int4Weight
-from servekit.kernels.int8_linear import Int8Weight
+from servekit.kernels import Kernels, Product
 from servekit.model.decoder import DecoderWeights, LayerWeights, Linear
 from servekit.model.local import ModelFileError
+from servekit.model.quantization import SCHEMES, QuantizedWeight, Scheme, SideBySide, join, prepare, to_device
 from servekit.model.spec import ModelSpec, tensor_shapes
 
-Integers = TypeVar("Integers", Int8Weight, Int4Weight)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,22 @@ class TensorSource(Protocol):
         """The tensor's name in the checkpoint, and where that is; for errors."""
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in any number format. Raises ModelFileError if its data is unusable."""
+        """The tensor's numbers, in any format, dequantised. Raises ModelFileError if its data is unusable."""
 
-    def read_integers(self, name: str) -> Int8Weight | Int4Weight | None:
-        """The matrix as the integers that the checkpoint stores; None if it stores others, or none."""
+    def read_stored(self, name: str) -> QuantizedWeight | None:
+        """The matrix as it is quantised; None if it is not, or in a way that no kernel knows."""
+
+
+class OnMatrices(Protocol):
+    """Told of every product with matrices, once it is prepared."""
+
+    def __call__(self, source: TensorSource, names: list[str], product: Product) -> None:
+        """The matrices `names` of the checkpoint, below one another, are multiplied by as `product`."""
 
 
 def load_weights(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels,
-                 quantization: Quantization, progress: Callable[[int, int], None]) -> DecoderWeights:
+                 quantization: Quantization, progress: Callable[[int, int], None],
+                 on_matrices: OnMatrices | None = None) -> DecoderWeights:
     """Read all weights of a model.
 
     Args:
@@ -57,14 +64,16 @@ def load_weights(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, devi
         dtype: Number format of what is not quantised.
         device: Where the result lies.
         kernels: Prepare the matrices for their products.
-        quantization: Of the matrices: none, int8 by output channel, or int4 by groups of 32 with an int8 head. What
-            the checkpoint itself stores in such integers is taken as it is.
+        quantization: Of the matrices; not `auto`. What the checkpoint itself stores so is taken as it is; then its
+            exceptions, such as the head, stay plain numbers too. Everything else is rounded from its plain numbers.
         progress: Called with the bytes read so far and the bytes in all.
+        on_matrices: Told of every product.
 
-    Raises ModelFileError, naming the tensor, if one is missing, unexpected, misshapen or unusable.
+    Raises ModelFileError, naming the tensor, if one is missing, unexpected, misshapen or unusable, and ConfigError if
+    the kernels cannot multiply by one in this quantisation.
     """
     _check(source, tensor_shapes(spec))
-    return _Assembler(source, spec, dtype, device, kernels, quantization, progress).decoder()
+    return _Assembler(source, spec, dtype, device, kernels, quantization, progress, on_matrices).decoder()
 
 
 def _check(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -84,29 +93,28 @@ class _Assembler:
     """Reads tensors in the order of computation and counts their bytes."""
 
     def __init__(self, source: TensorSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device,
-                 kernels: Kernels, quantization: Quantization, progress: Callable[[int, int], None]) -> None:
-        self._kernels = kernels
-        self._quantization = quantization
+                 kernels: Kernels, quantization: Quantization, progress: Callable[[int, int], None],
+                 on_matrices: OnMatrices | None) -> None:
+        stored = spec.stored_quantization
         self._source = source
         self._spec = spec
         self._dtype = dtype
         self._device = device
+        self._kernels = kernels
+        self._quantization = quantization
+        self._scheme = SCHEMES.get(quantization)
+        self._keeps_stored = stored is not None and quantization in stored.kept_by
         self._progress = progress
+        self._on_matrices = on_matrices
         self._total_bytes = sum(tensor.num_bytes for tensor in source.tensors.values())
         self._read_bytes = 0
 
     def decoder(self) -> DecoderWeights:
         self._progress(0, self._total_bytes)
-        embedding = self._tensor("model.embed_tokens.weight")
+        embedding = self._tensor(_EMBEDDING)
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(self._spec.num_layers))
         final_norm = self._tensor("model.norm.weight")
         return DecoderWeights(embedding, layers, final_norm, self._head(embedding))
-
-    def _head(self, embedding: Tensor) -> Linear:
-        name = "model.embed_tokens.weight" if self._spec.tied_head else "lm_head.weight"
-        if self._quantization is not Quantization.none:
-            return Linear(self._int8([name]))
-        return Linear(self._kernels.dense(embedding if self._spec.tied_head else self._tensor(name)))
 
     def _layer(self, layer: str) -> LayerWeights:
         spec, attention, mlp = self._spec, f"{layer}.self_attn", f"{layer}.mlp"
@@ -121,38 +129,74 @@ class _Assembler:
             down=self._linear(spec.mlp_bias, f"{mlp}.down_proj"),
         )
 
-    def _linear(self, has_bias: bool, *names: str) -> Linear:
-        return Linear(product=self._product([f"{name}.weight" for name in names]),
-                      bias=self._fused([f"{name}.bias" for name in names]) if has_bias else None)
+    def _linear(self, has_bias: bool, *modules: str) -> Linear:
+        names = [f"{module}.weight" for module in modules]
+        return Linear(product=self._told(names, self._product(names)),
+                      bias=self._fused([f"{module}.bias" for module in modules]) if has_bias else None)
+
+    def _head(self, embedding: Tensor) -> Linear:
+        names = [_EMBEDDING if self._spec.tied_head else _HEAD]
+        return Linear(self._told(names, self._head_product(names, embedding)))
+
+    def _told(self, names: list[str], product: Product) -> Product:
+        if self._on_matrices is not None:
+            self._on_matrices(self._source, names, product)
+        return product
+
+    # A product with the matrices `names` below one another.
 
     def _product(self, names: list[str]) -> Product:
-        """The matrices below one another, ready to multiply."""
-        match self._quantization:
-            case Quantization.int8:
-                return self._int8(names)
-            case Quantization.int4:
-                return self._int4(names)
-            case _:
-                return self._kernels.dense(self._fused(names))
+        if self._scheme is None:
+            return self._plain(names)
+        return self._kept(names, self._scheme) if self._keeps_stored else self._rounded(names, self._scheme)
 
-    def _int8(self, names: list[str]) -> Product:
-        return self._kernels.int8(self._integers(names, Int8Weight, int8_linear.quantize))
+    def _head_product(self, names: list[str], embedding: Tensor) -> Product:
+        rounded_by = None if self._keeps_stored else self._scheme
+        if rounded_by is not None and rounded_by.rounds_head:
+            return self._rounded(names, SCHEMES[Quantization.int8])
+        if self._spec.tied_head:
+            return self._kernels.dense(embedding)
+        return self._plain(names) if rounded_by is not None else self._product(names)
 
-    def _int4(self, names: list[str]) -> Product:
-        columns = self._source.tensors[names[0]].shape[1]
-        require(columns % int4_linear.GROUP_SIZE == 0, "model.quantization", "int4",
-                f"{names[0]} has {columns} columns, not a multiple of {int4_linear.GROUP_SIZE}",
-                "set model.quantization=int8")
-        return self._kernels.int4(self._integers(names, Int4Weight, int4_linear.quantize))
+    def _plain(self, names: list[str]) -> Product:
+        return self._kernels.dense(self._fused(names))
 
-    def _integers(self, names: list[str], kind: type[Integers], quantize: Callable[[Tensor], Integers]) -> Integers:
-        """The matrices below one another: the checkpoint's own integers if all are of this kind, else rounded here."""
-        stored = [self._source.read_integers(name) for name in names]
-        parts = [part for part in stored if isinstance(part, kind)]
-        if len(parts) < len(names):
-            parts = [quantize(self._source.read(name)) for name in names]
+    def _kept(self, names: list[str], scheme: Scheme) -> Product:
+        """As the checkpoint has them, each in its own form where they cannot be joined."""
+        stored = [self._source.read_stored(name) for name in names]
+        weights = [weight for weight in stored if weight is not None]
+        if not weights:
+            return self._plain(names)
+        joined = join(weights) if len(weights) == len(names) else None
+        if joined is None:
+            return SideBySide(tuple(self._kept([name], scheme) for name in names))
         self._count(names)
-        return kind(*(torch.cat(fields).to(self._device) for fields in zip(*map(_fields, parts), strict=True)))
+        return self._prepared(joined, names, scheme)
+
+    def _rounded(self, names: list[str], scheme: Scheme) -> Product:
+        """As the checkpoint has them if all are quantised in this way, else rounded from their numbers."""
+        stored = [self._source.read_stored(name) for name in names]
+        weights = [weight for weight in stored if weight is not None and scheme.takes(weight)]
+        joined = join(weights) if len(weights) == len(names) else None
+        weight = self._round(names, scheme) if joined is None else joined
+        self._count(names)
+        return self._prepared(weight, names, scheme)
+
+    def _round(self, names: list[str], scheme: Scheme) -> QuantizedWeight:
+        columns = self._source.tensors[names[0]].shape[1]
+        require(columns % scheme.group_size == 0, "model.quantization", self._quantization.value,
+                f"{names[0]} has {columns} columns, not a multiple of {scheme.group_size}",
+                "set model.quantization=int8")
+        return scheme.quantize(torch.cat([self._source.read(name).to(self._device) for name in names]))
+
+    def _prepared(self, weight: QuantizedWeight, names: list[str], scheme: Scheme) -> Product:
+        try:
+            return prepare(to_device(weight, self._device), self._kernels, scheme.rounds_inputs)
+        except ValueError as error:
+            raise ConfigError("model.quantization", self._quantization.value, f"{names[0]}: {error}",
+                              "set model.quantization=none or engine.kernels=reference") from error
+
+    # Tensors.
 
     def _fused(self, names: list[str]) -> Tensor:
         """The tensors below one another, each converted straight into its place."""
@@ -164,14 +208,9 @@ class _Assembler:
             self._count([name])
         return fused
 
-    def _count(self, names: list[str]) -> None:
-        self._read_bytes += sum(self._source.tensors[name].num_bytes for name in names)
-        self._progress(min(self._read_bytes, self._total_bytes), self._total_bytes)
-
     def _tensor(self, name: str) -> Tensor:
         return self._fused([name])
 
-
-def _fields(weight: Int8Weight | Int4Weight) -> tuple[Tensor, ...]:
-    """The tensors of a quantised weight; each has one row for each output channel."""
-    return tuple(getattr(weight, field.name) for field in fields(weight))
+    def _count(self, names: list[str]) -> None:
+        self._read_bytes += sum(self._source.tensors[name].num_bytes for name in names)
+        self._progress(min(self._read_bytes, self._total_bytes), self._total_bytes)

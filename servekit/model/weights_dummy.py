@@ -38,5 +38,5 @@ class DummyTensors:
         generator = torch.Generator().manual_seed(self._seeds[name])
         return torch.empty(shape).normal_(std=_STANDARD_DEVIATION, generator=generator)
 
-    def read_integers(self, name: str) -> None:
-        """None: these weights are floating-point numbers."""
+    def read_stored(self, name: str) -> None:
+        """None: these are plain numbers."""

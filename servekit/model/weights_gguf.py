@@ -77,7 +77,7 @@ class GgufTensors:
                                  ) from error
         return self._rotated_halves(name, weights)
 
-    def read_integers(self, name: str) -> Int8Weight | Int4Weight | None:
+    def read_stored(self, name: str) -> Int8Weight | Int4Weight | None:
         tensor = self._by_name[name]
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
         if kind not in _BLOCK_READERS:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from servekit.config.errors import ConfigError, require
 from servekit.config.plan import PlanConfig
+from servekit.model.footprint import memory_use
 from servekit.model.shapes import SHAPES, find_shape
 from servekit.model.spec import ModelSpec
 from servekit.plan.steady import FEWEST_DECODES, Lengths, OperatingPoint, SteadyReplica
@@ -19,6 +20,9 @@ from servekit.sim.step_time import RooflineStepTime
 
 _ROUNDING = 1e-9
 """What a quotient may exceed a whole number by before one more replica is asked for."""
+
+_LOGITS_ROWS = 256
+"""Requests whose tokens are drawn at once, as far as the memory of their logits goes, where `max_num_seqs` is open."""
 
 
 class Limit(Enum):
@@ -52,17 +56,19 @@ class Bound:
 class Memory:
     """Where the memory of a replica goes, in bytes."""
 
-    total_bytes: float
-    usable_bytes: float
+    total_bytes: int
+    usable_bytes: int
     """After `memory_fraction` and `headroom`."""
-    weights_bytes: float
+    weights_bytes: int
+    activation_bytes: int
+    """Temporary tensors of the largest step."""
     kv_tokens: int
     """Tokens that the rest holds, in whole blocks."""
 
     @property
-    def kv_bytes(self) -> float:
+    def kv_bytes(self) -> int:
         """What is left for keys and values."""
-        return self.usable_bytes - self.weights_bytes
+        return self.usable_bytes - self.weights_bytes - self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -134,14 +140,19 @@ def _model(config: PlanConfig) -> ModelSpec:
 
 
 def _memory(config: PlanConfig, replica: Replica) -> Memory:
-    usable = replica.memory_bytes * config.memory.memory_fraction * (1 - config.memory.headroom)
-    blocks = (usable - replica.weights_bytes) // (config.memory.block_size_tokens * replica.kv_bytes_per_token)
-    require(usable > replica.weights_bytes, "tensor_parallel", config.tensor_parallel,
-            f"the weights take {replica.weights_bytes / 1e9:.1f} GB and {config.tensor_parallel} x {replica.gpu.name} "
-            f"leaves {usable / 1e9:.1f} GB for them (memory.memory_fraction={config.memory.memory_fraction}, "
-            f"memory.headroom={config.memory.headroom})",
-            "raise tensor_parallel, or choose a smaller weight_precision or a larger gpu")
-    return Memory(replica.memory_bytes, usable, replica.weights_bytes, int(blocks) * config.memory.block_size_tokens)
+    total = int(replica.memory_bytes)
+    activations = replica.activation_bytes(config.prefill_batch_tokens, config.max_num_seqs or _LOGITS_ROWS)
+    use = memory_use(total, total, config.memory.memory_fraction, config.memory.headroom, replica.weights_bytes,
+                     activations)
+    usable = use.usable_bytes - use.headroom_bytes
+    require(use.room_bytes > 0, "tensor_parallel", config.tensor_parallel,
+            f"the weights take {use.weights_bytes / 1e9:.1f} GB, the largest step {use.activation_bytes / 1e9:.1f} GB, "
+            f"and {config.tensor_parallel} x {replica.gpu.name} leaves {usable / 1e9:.1f} GB for them "
+            f"(memory.memory_fraction={config.memory.memory_fraction}, memory.headroom={config.memory.headroom})",
+            "raise tensor_parallel, or choose a smaller weight_precision, prefill_batch_tokens or a larger gpu")
+    block_tokens = config.memory.block_size_tokens
+    blocks = use.room_bytes // (block_tokens * replica.kv_bytes_per_token)
+    return Memory(total, usable, use.weights_bytes, use.activation_bytes, int(blocks) * block_tokens)
 
 
 def _check_lengths(config: PlanConfig, model: ModelSpec, memory: Memory, steady: SteadyReplica) -> None:

@@ -84,7 +84,8 @@ def _facts(plan: CapacityPlan) -> Iterator[str]:
         f"KV {replica.kv_bytes_per_token:,.0f} bytes a token ({config.kv_precision.name})"])
     yield from _labelled("replica", [
         f"{replica.tensor_parallel} x {replica.gpu.name}: {gigabytes(memory.usable_bytes)} usable of "
-        f"{gigabytes(memory.total_bytes)}, {gigabytes(memory.kv_bytes)} of it for KV = {memory.kv_tokens:,} tokens",
+        f"{gigabytes(memory.total_bytes)}, {gigabytes(memory.activation_bytes)} of it for the largest step and "
+        f"{gigabytes(memory.kv_bytes)} for KV = {memory.kv_tokens:,} tokens",
         f"reading the weights once takes {milliseconds(replica.weight_streaming_s)} ms at full bandwidth, "
         f"computing a prompt {milliseconds(plan.steady.prefill_s)} ms"])
     prompt, output = config.prompt_tokens, config.output_tokens
@@ -150,7 +151,7 @@ def assumptions(plan: CapacityPlan) -> Iterator[str]:
     yield (f"prompts are computed in steps of their own of up to {config.prefill_batch_tokens:,} tokens; no prefix is "
            "cached")
     yield (f"the engine uses {config.memory.memory_fraction:.0%} of the memory less {config.memory.headroom:.0%} of "
-           "that as headroom; a request in flight counts at its full length")
+           "that as headroom and less what its largest step takes; a request in flight counts at its full length")
     yield "TPOT and TTFT are means at Poisson arrivals, without a wait for a slot; percentiles lie above them"
 
 

@@ -11,6 +11,9 @@ import torch
 from servekit.config.errors import ConfigError
 from servekit.config.schema import Device
 
+FIRST_WITH_FP8 = (8, 9)
+"""Compute capability from which on GPUs multiply eight-bit floats."""
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -27,6 +30,8 @@ class DeviceFacts:
     """What of it nobody uses now."""
     host_free_bytes: int
     """Memory of the host that nobody uses now; on a CPU that is the device's own."""
+    compute_capability: tuple[int, int] | None = None
+    """Of a GPU: which instructions it has, as its maker numbers them."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -43,7 +48,7 @@ def find_device(wanted: Device) -> DeviceFacts:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         _, host_free_bytes = _host_memory_bytes(Path("/"))
         return DeviceFacts(Device.cuda, torch.cuda.get_device_name(), usable_cores(), total_bytes, free_bytes,
-                           host_free_bytes)
+                           host_free_bytes, torch.cuda.get_device_capability())
     total_bytes, free_bytes = _host_memory_bytes(Path("/"))
     return DeviceFacts(Device.cpu, "cpu", usable_cores(), total_bytes, free_bytes, free_bytes)
 

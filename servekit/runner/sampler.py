@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,30 +23,78 @@ from torch import Tensor
 from servekit.core.plan import Sampled
 from servekit.core.request import Request, SamplingParams, TokenLogprobs
 from servekit.kernels import Kernels
+from servekit.runner.queue import to_device, to_host
 
 _CANDIDATES = 1024
 """Most likely tokens that top-k, top-p and min-p look at before they resort to sorting the vocabulary."""
 
 
-def sample(logits: Tensor, requests: Sequence[Request], kernels: Kernels) -> list[Sampled | str]:
+class Stand(NamedTuple):
+    """Where a request stands when its token is sampled. A copy: the request may go on before the step is computed."""
+
+    sampling: SamplingParams
+    num_prompt: int
+    num_tokens: int
+    """Prompt plus output so far: the position of the token to come."""
+    token_ids: list[int]
+    """All of them if anything looks at them, else none."""
+
+    @classmethod
+    def of(cls, request: Request) -> Stand:
+        """The request as it is now."""
+        params, token_ids = request.sampling, request.token_ids
+        return cls(params, request.num_prompt, len(token_ids), token_ids[:] if _has_penalties(params) else [])
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The tokens of S rows, on the device that computes them: reading them waits for it."""
+
+    tokens: Tensor
+    """[S] int64. Of a row without a choice it is any token."""
+    best: Tensor
+    """[S]: the largest logit, which is not finite where the logits are unsound."""
+    best_left: Tensor
+    """[S]: the largest after all adjustments; -inf where these exclude every token."""
+    scores: dict[int, TokenLogprobs]
+    """By row, where they are asked for."""
+
+    def on_host(self) -> Choices:
+        """The same, on its way to the host's memory."""
+        best = to_host(self.best)
+        best_left = best if self.best_left is self.best else to_host(self.best_left)
+        return Choices(to_host(self.tokens), best, best_left, self.scores)
+
+
+def choose(logits: Tensor, stands: Sequence[Stand], kernels: Kernels) -> Choices:
     """Choose the next token of each request.
 
-    Args:
-        logits: [S, vocab] in float32 or float64; row i belongs to `requests[i]`. Not modified.
-        requests: What to sample for. Their `token_ids` end where the new token goes.
-        kernels: Choose the largest and draw.
+    Without penalties, filters and log-probabilities it does not wait for the device.
 
-    Returns:
-        For each row the token, or a line that says why there is none.
+    Args:
+        logits: [S, vocab] in float32 or float64; row i belongs to `stands[i]`. Not modified.
+        stands: What to sample for.
+        kernels: Choose the largest and draw.
     """
-    best, greedy = kernels.argmax(logits)
-    is_sound = [math.isfinite(value) for value in best.tolist()]
-    tokens: list[int | None] = greedy.tolist()
-    others = [row for row, request in enumerate(requests) if is_sound[row] and not _is_plain_greedy(request)]
-    for row, token in zip(others, _choose(logits, others, requests, kernels), strict=True):
-        tokens[row] = token
-    return [_answer(logits[row], request, tokens[row]) if is_sound[row] else _unsound(request)
-            for row, request in enumerate(requests)]
+    best, tokens = kernels.argmax(logits)
+    best_left = best
+    others = [row for row, stand in enumerate(stands) if not _is_plain_greedy(stand)]
+    if others:
+        best_left, tokens = best.clone(), tokens.clone()
+        places = _indices(others, logits.device)
+        best_left[places], tokens[places] = _choose(logits, others, stands, kernels)
+    return Choices(tokens, best, best_left, _scores(logits, tokens, stands))
+
+
+def answers(choices: Choices, stands: Sequence[Stand]) -> list[Sampled | str]:
+    """For each row the token, or a line that says why there is none. Waits for the device."""
+    rows = zip(stands, choices.tokens.tolist(), choices.best.tolist(), choices.best_left.tolist(), strict=True)
+    return [_answer(stand, token, choices.scores.get(row), math.isfinite(best), math.isfinite(best_left))
+            for row, (stand, token, best, best_left) in enumerate(rows)]
 
 
 def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -71,60 +121,63 @@ def draw_key(seed: int, position: int) -> tuple[int, int]:
     return first, second
 
 
-def _is_plain_greedy(request: Request) -> bool:
-    params = request.sampling
-    return params.temperature == 0 and not _adjusts(request, params)
+def _is_plain_greedy(stand: Stand) -> bool:
+    return stand.sampling.temperature == 0 and not _adjusts(stand)
 
 
-def _adjusts(request: Request, params: SamplingParams) -> bool:
-    return bool(params.logit_bias or params.presence_penalty or params.frequency_penalty
-                or params.repetition_penalty != 1 or params.allowed_token_ids is not None
-                or (params.stop_token_ids and request.num_output < params.min_tokens))
+def _adjusts(stand: Stand) -> bool:
+    params = stand.sampling
+    return bool(params.logit_bias or _has_penalties(params) or params.allowed_token_ids is not None
+                or (params.stop_token_ids and stand.num_output < params.min_tokens))
 
 
-def _unsound(request: Request) -> str:
-    return (f"the model's logits at position {request.num_tokens} are not finite (NaN or infinity); "
-            "the weights or the number format (model.dtype) do not fit this input")
+def _has_penalties(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
-def _answer(logits: Tensor, request: Request, token: int | None) -> Sampled | str:
-    if token is None:
-        return (f"no token may come at position {request.num_tokens}: allowed_token_ids, logit_bias and the stop "
+def _scores(logits: Tensor, tokens: Tensor, stands: Sequence[Stand]) -> dict[int, TokenLogprobs]:
+    return {row: score(logits[row:row + 1], tokens[row:row + 1].tolist(), stand.sampling.logprobs)[0]
+            for row, stand in enumerate(stands) if stand.sampling.logprobs is not None}
+
+
+def _answer(stand: Stand, token: int, scored: TokenLogprobs | None, is_sound: bool, is_left: bool) -> Sampled | str:
+    if not is_sound:
+        return (f"the model's logits at position {stand.num_tokens} are not finite (NaN or infinity); "
+                "the weights or the number format (model.dtype) do not fit this input")
+    if not is_left:
+        return (f"no token may come at position {stand.num_tokens}: allowed_token_ids, logit_bias and the stop "
                 "tokens that min_tokens bans exclude all of them")
-    if request.sampling.logprobs is None:
-        return Sampled(token)
-    return Sampled(token, score(logits.unsqueeze(0), [token], request.sampling.logprobs)[0])
+    return Sampled(token, scored)
 
 
-def _choose(logits: Tensor, rows: list[int], requests: Sequence[Request], kernels: Kernels) -> list[int | None]:
-    """Tokens of the rows that are not simply the largest logit; None where nothing is left to choose."""
-    if not rows:
-        return []
-    chosen = [requests[row] for row in rows]
-    adjusted = torch.stack([_adjust(logits[row], request) for row, request in zip(rows, chosen, strict=True)])
-    best, greedy = kernels.argmax(adjusted)
-    tokens: list[int | None] = [token if is_left else None for token, is_left in
-                                zip(greedy.tolist(), map(math.isfinite, best.tolist()), strict=True)]
-    random = [i for i, request in enumerate(chosen) if request.sampling.temperature > 0 and tokens[i] is not None]
+def _choose(logits: Tensor, rows: list[int], stands: Sequence[Stand], kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """The largest adjusted logit and the token of each row that does not simply take the largest logit."""
+    chosen = [stands[row] for row in rows]
+    adjusted = torch.stack([_adjust(logits[row], stand) for row, stand in zip(rows, chosen, strict=True)])
+    best, tokens = kernels.argmax(adjusted)
+    random = [i for i, stand in enumerate(chosen) if stand.sampling.temperature > 0]
     if random:
-        drawn = _draw(adjusted[random], [chosen[i] for i in random], kernels)
-        for i, token in zip(random, drawn, strict=True):
-            tokens[i] = token
-    return tokens
+        places = _indices(random, logits.device)
+        tokens[places] = _draw(adjusted[places], [chosen[i] for i in random], kernels)
+    return best, tokens
 
 
-def _adjust(logits: Tensor, request: Request) -> Tensor:
+def _indices(rows: list[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(rows), device)
+
+
+def _adjust(logits: Tensor, stand: Stand) -> Tensor:
     """[vocab]: one row after bias, allowed tokens, penalties and the ban on early stops."""
-    params = request.sampling
-    if not _adjusts(request, params):
+    params = stand.sampling
+    if not _adjusts(stand):
         return logits
     logits = logits.clone()
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)
+        seen = torch.tensor(sorted(set(stand.token_ids)), device=logits.device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
-        output = torch.tensor(request.token_ids[request.num_prompt:], dtype=torch.long, device=logits.device)
+        output = torch.tensor(stand.token_ids[stand.num_prompt:], dtype=torch.long, device=logits.device)
         counts = torch.bincount(output, minlength=len(logits)).to(logits.dtype)
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
     if params.logit_bias:
@@ -135,20 +188,19 @@ def _adjust(logits: Tensor, request: Request) -> Tensor:
         allowed = list(params.allowed_token_ids)
         only_allowed[allowed] = logits[allowed]
         logits = only_allowed
-    if request.num_output < params.min_tokens:
+    if stand.num_output < params.min_tokens:
         logits[list(params.stop_token_ids)] = float("-inf")
     return logits
 
 
-def _draw(logits: Tensor, requests: Sequence[Request], kernels: Kernels) -> list[int]:
-    """One random token a row."""
-    for row, request in zip(logits, requests, strict=True):
-        if _filters(request.sampling):
-            _keep_survivors(row, request.sampling)
-    temperatures = torch.tensor([request.sampling.temperature for request in requests], dtype=torch.float64)
-    keys = torch.tensor([draw_key(request.sampling.seed, request.num_tokens) for request in requests])
-    tokens: list[int] = kernels.draw(logits, temperatures.to(logits.device), keys.to(logits.device)).tolist()
-    return tokens
+def _draw(logits: Tensor, stands: Sequence[Stand], kernels: Kernels) -> Tensor:
+    """[S] int64: one random token a row."""
+    for row, stand in zip(logits, stands, strict=True):
+        if _filters(stand.sampling):
+            _keep_survivors(row, stand.sampling)
+    temperatures = torch.tensor([stand.sampling.temperature for stand in stands], dtype=torch.float64)
+    keys = torch.tensor([draw_key(stand.sampling.seed, stand.num_tokens) for stand in stands])
+    return kernels.draw(logits, to_device(temperatures, logits.device), to_device(keys, logits.device))
 
 
 def _filters(params: SamplingParams) -> bool:

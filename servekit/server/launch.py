@@ -33,6 +33,7 @@ from servekit.server.app import create_app
 from servekit.server.intake import Intake, ModelFacts
 from servekit.server.lifecycle import Phase
 from servekit.server.logs import set_up_logging
+from servekit.server.memory_table import memory_table
 from servekit.server.metrics import Metrics
 from servekit.server.progress import LoadingProgress
 from servekit.server.service import Service, Serving
@@ -216,6 +217,8 @@ class Server:
         log.info("%s on %s, %s, %s kernels, %d threads; context %d tokens, KV cache %d tokens (%.1f MB)%s",
                  facts.model_name, facts.device, facts.dtype, facts.kernels, facts.threads, facts.max_model_len,
                  facts.kv_tokens, facts.kv_bytes / 1e6, swap_space if facts.num_host_blocks else "")
+        for line in memory_table(facts):
+            log.info("%s", line)
         log.info("ready after %s, of which weights %.1f s", split, facts.load_s)
         log.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
@@ -284,6 +287,8 @@ def _serving(engine: EngineClient, texts: _Texts, config: Config) -> Serving:
 def _show(loading: Loading, progress: LoadingProgress) -> None:
     if loading.unit == "B":
         progress.bytes_done(loading.stage, loading.done, loading.total)
+    elif loading.unit:
+        progress.pieces_done(loading.stage, loading.done, loading.total)
     else:
         progress.stage(loading.stage)
 

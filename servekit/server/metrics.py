@@ -72,6 +72,8 @@ class Metrics:
         self._finished = self._labelled("request_success", "Finished requests by reason.", "finished_reason")
         self._rejections = self._labelled("admission_rejections", "Requests refused by reason.", "reason")
         self._bounds = self._labelled("steps", "Steps by what kept them from doing more.", "bound")
+        self._executions = self._labelled("steps_by_execution", "Steps by how they were computed: by the CUDA graph of "
+                                          "a batch size, or eagerly.", "execution")
         self._classes = _ServiceCounters("class", "priority", self._labelled)
         self._tenants = _ServiceCounters("tenant", "tenant", self._labelled)
         self._http = Counter(f"{PREFIX}:http_requests", "HTTP requests.", ("method", "handler", "status"),
@@ -126,6 +128,7 @@ class Metrics:
     def _observe_breakdown(self, last: Breakdown, now: Breakdown) -> None:
         """Take over counters by name."""
         for counter, before, after in ((self._bounds, last.bounds, now.bounds),
+                                       (self._executions, last.executions, now.executions),
                                        (self._preemption_kinds, last.preemptions, now.preemptions)):
             for name, total in after.items():
                 counter(name).inc(total - before.get(name, 0))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +35,24 @@ class LoadingProgress:
         """A stage whose size is known in bytes, or becomes known."""
         share = f" {100 * done // total} %" if total else ""
         self._tell(f"{stage}{share}")
-        self._view.update(stage, done, total)
+        self._view.update(stage, done, total, f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else "")
+
+    def pieces_done(self, stage: str, done: int, total: int) -> None:
+        """A stage of so many pieces."""
+        self._tell(f"{stage} {done} of {total}")
+        self._view.update(stage, done, total, f"{done} of {total}")
 
     def stage(self, name: str) -> None:
         """A stage without a size."""
         self._tell(name)
-        self._view.update(name, 0, None)
+        self._view.update(name, 0, None, "")
 
 
 class _Bars:
     """One bar a stage, gone when the start is over."""
 
     def __init__(self) -> None:
-        self._progress = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
+        self._progress = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"),
                                   TimeRemainingColumn(), console=Console(stderr=True), transient=True)
         self._tasks: dict[str, TaskID] = {}
 
@@ -57,10 +62,10 @@ class _Bars:
     def stop(self) -> None:
         self._progress.stop()
 
-    def update(self, stage: str, done: int, total: int | None) -> None:
+    def update(self, stage: str, done: int, total: int | None, amount: str) -> None:
         if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total)
-        self._progress.update(self._tasks[stage], completed=done, total=total)
+            self._tasks[stage] = self._progress.add_task(stage, total=total, amount=amount)
+        self._progress.update(self._tasks[stage], completed=done, total=total, amount=amount)
 
 
 class _Lines:
@@ -76,12 +81,9 @@ class _Lines:
     def stop(self) -> None:
         """Nothing to clear."""
 
-    def update(self, stage: str, done: int, total: int | None) -> None:
+    def update(self, stage: str, done: int, total: int | None, amount: str) -> None:
         now_s = time.monotonic()
         if stage == self._stage and now_s - self._told_s < LINE_INTERVAL_S:
             return
         self._stage, self._told_s = stage, now_s
-        if total:
-            log.info("loading %s: %.1f of %.1f MB", stage, done / 1e6, total / 1e6)
-        else:
-            log.info("loading %s", stage)
+        log.info("loading %s: %s" if amount else "loading %s", *filter(None, (stage, amount)))

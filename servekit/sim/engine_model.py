@@ -116,7 +116,7 @@ def timed_steps(records: Iterable[Record]) -> Iterator[TimedStep]:
     """The steps of a log that computed something.
 
     A step lasts from its planning to the planning of the next, which includes what the engine does in between, unless
-    it then had nothing to do.
+    it then had nothing to do. Raises StepLogError where steps overlap: no time is then one step's own.
     """
     planned: Planned | None = None
     ended: Updated | None = None
@@ -124,10 +124,15 @@ def timed_steps(records: Iterable[Record]) -> Iterator[TimedStep]:
         if isinstance(record, Updated):
             ended = record
         elif isinstance(record, Planned):
+            if planned is not None and ended is None:
+                raise StepLogError("its steps overlap, so their times cannot be told apart; log an engine with "
+                                   "engine.overlap=false")
             if planned is not None and ended is not None and planned.items:
                 follows = record.at_s - ended.at_s < _LONGEST_GAP_S
                 yield _timed(planned, ended, record.at_s if follows else ended.at_s)
             planned, ended = record, None
+        elif isinstance(record, Opened) and ended is None:
+            planned = None  # A crash cut it short.
     if planned is not None and ended is not None and planned.items:
         yield _timed(planned, ended, ended.at_s)
 

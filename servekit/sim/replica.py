@@ -7,8 +7,12 @@ from functools import cached_property
 
 from servekit.config.errors import require
 from servekit.config.roofline import Precision
+from servekit.model.footprint import WeightBits, activation_bytes, weights_bytes
 from servekit.model.spec import ModelSpec
 from servekit.sim.gpus import BITS, Gpu
+
+_PLAIN_BITS = BITS[Precision.bfloat16]
+"""Of embedding, head, norms and activations."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,14 @@ class Replica:
         return self.head_parameters * BITS[Precision.bfloat16] / 8
 
     @cached_property
-    def weights_bytes(self) -> float:
+    def weights_bytes(self) -> int:
         """Bytes of all weights, over all its GPUs."""
-        others = self.model.num_parameters - self.model.num_matrix_parameters
-        return self.layer_bytes + others * BITS[Precision.bfloat16] / 8
+        return weights_bytes(self.model, WeightBits(BITS[self.weights], _PLAIN_BITS, _PLAIN_BITS))
+
+    def activation_bytes(self, max_step_tokens: int, max_num_seqs: int) -> int:
+        """Estimate of the temporary tensors of the largest step, over all its GPUs."""
+        return self.tensor_parallel * activation_bytes(self.model, max_step_tokens, max_num_seqs, int(_PLAIN_BITS) // 8,
+                                                       self.tensor_parallel)
 
     @cached_property
     def kv_bytes_per_token(self) -> float:

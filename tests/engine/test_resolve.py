@@ -25,6 +25,7 @@ from servekit.config.schema import (
 from servekit.engine.build import build_engine
 from servekit.engine.resolve import Resolved, resolve
 from servekit.model.loader import load_spec
+from servekit.model.stored_quantization import Fp8Layout, Inputs, Modules, StoredQuantization, matches
 from servekit.runner.device import DeviceFacts
 
 CPU = DeviceFacts(Device.cpu, "cpu", cores=6, total_bytes=2**34, free_bytes=2**33, host_free_bytes=2**33)
@@ -141,6 +142,43 @@ def test_the_cpp_operations_keep_either_cache(quantization: Quantization, kv_dty
 @pytest.mark.parametrize("threads", [1, 5, 6])
 def test_threads_up_to_the_cores_are_kept(threads: int) -> None:
     assert resolved(threads=threads).threads == threads
+
+
+FP8_CHECKPOINT = StoredQuantization("fp8", Fp8Layout(), Inputs.rounded_by_row, Modules(("Linear",), (), matches))
+
+
+def resolved_fp8(machine: DeviceFacts, **settings: Any) -> Resolved:
+    model = dataclasses.replace(load_spec(dummy_model()), stored_quantization=FP8_CHECKPOINT)
+    return resolve(config(**settings), model, machine, None)
+
+
+@pytest.mark.parametrize("machine", [CPU, dataclasses.replace(CUDA, compute_capability=(8, 9)),
+                                     dataclasses.replace(CUDA, compute_capability=(10, 0))], ids=str)
+def test_auto_takes_the_products_that_a_checkpoint_was_made_for(machine: DeviceFacts) -> None:
+    result = resolved_fp8(machine)
+    assert result.quantization is Quantization.fp8_dynamic
+    assert note_on("model.quantization", result.notes) == (
+        "model.quantization: auto -> fp8_dynamic (the checkpoint's own numbers, fp8)")
+
+
+@pytest.mark.parametrize("asked", [AUTO, Quantization.fp8_dynamic])
+def test_products_of_eight_bit_floats_are_refused_on_a_gpu_without_them(asked: Quantization) -> None:
+    a100 = dataclasses.replace(CUDA, name="NVIDIA A100", compute_capability=(8, 0))
+    with pytest.raises(ConfigError) as caught:
+        resolved_fp8(a100, quantization=asked)
+    text = str(caught.value)
+    assert caught.value.key == "model.quantization" and "NVIDIA A100 multiplies no eight-bit floats" in text
+    assert "8.0; 8.9 is the first" in text and "set model.quantization=fp8," in text and "\n" not in text
+    assert resolved_fp8(a100, quantization=Quantization.fp8).quantization is Quantization.fp8
+    assert resolved_fp8(a100, quantization=asked, kernels=KernelSet.reference).quantization is Quantization.fp8_dynamic
+
+
+def test_activations_that_no_kernel_rounds_are_refused() -> None:
+    model = dataclasses.replace(load_spec(dummy_model()), stored_quantization=dataclasses.replace(
+        FP8_CHECKPOINT, inputs=Inputs.rounded_otherwise))
+    with pytest.raises(ConfigError, match=r"quantization=auto: the checkpoint \(fp8\) wants activations rounded"):
+        resolve(config(), model, CPU, None)
+    assert resolve(config(quantization=Quantization.fp8), model, CPU, None).quantization is Quantization.fp8
 
 
 # --- What does not go together ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from servekit.core.plan import Plan, StepResult
 from servekit.core.request import FinishReason, RequestId
 from servekit.core.scheduler import Scheduler
 from servekit.engine.engine import Engine
+from servekit.engine.pipeline import Lockstep
 from servekit.engine.step_log import (
     Added,
     Opened,
@@ -113,7 +114,7 @@ def live_through_a_lot(config: Config, path: Path, seed: int, num_steps: int = 2
             return FailingNowAndThen(rng).execute(plan)
 
     with path.open("ab") as file:
-        engine = Engine(scheduler, Watched(), clock, StepLogFile(file, opened(config)))
+        engine = Engine(scheduler, Lockstep(Watched()), clock, StepLogFile(file, opened(config)))
         names = []
         for number in range(num_steps):
             if rng.random() < 0.5:

@@ -111,6 +111,8 @@ def integers(low: int, high: int, *shape: int, seed: int) -> Tensor:
 
 # --- Attention --------------------------------------------------------------------------------------------------------
 
+FEW_ROWS = 8
+"""Query rows of a request and key head up to which nothing but the cache itself is rounded."""
 HEAD_DIMS = (6, 32, 40, 64, 80, 96, 128)
 BORDERS = tuple(border + step for border in (64, 128, 512, 576, 1024, 1280) for step in (-1, 0, 1))
 """Context lengths at and beside the ends of tiles of 64 keys and of parts of 512."""
@@ -135,11 +137,39 @@ class Attention:
     def expected(self, scale: float, window: int | None = None) -> Tensor:
         return replace(self, q=self.q.double()).run(REFERENCE, scale, window)
 
+    def check(self, kernels: Kernels, scale: float, window: int | None = None) -> Tensor:
+        """The result, if it is the expected one up to float32's rounding; a key too few of 1,300 would differ by 1e-3.
+
+        The queries are bfloat16 numbers and `scale` is a power of two, so that rounding queries changes nothing.
+        """
+        actual, expected = self.run(kernels, scale, window), self.expected(scale, window)
+        allowed = 5e-5 * (1 + expected.abs()) + self.rounding_of_weights(scale, window)
+        assert ((actual.double() - expected).abs() <= allowed).all()
+        return actual
+
+    def rounding_of_weights(self, scale: float, window: int | None) -> Tensor:
+        """What a result may differ by where the weights of many rows are rounded as the cache is."""
+        group = self.q.shape[1] // self.keys.shape[1]
+        are_many = torch.tensor([lens * group > FEW_ROWS for lens in query_lens(self.batch) for _ in range(lens)])
+        if self.keys.dtype is torch.float32 or not are_many.any():
+            return torch.zeros(1)
+        sizes = replace(self, values=self.values.abs()).expected(scale, window)
+        return 2.0 ** -8 * sizes * are_many.view(-1, 1, 1)
+
     def alone(self, request: int) -> Attention:
         start, end = self.batch.query_start_host[request:request + 2]
         batch = attention_batch([end - start], [self.batch.context_lens_host[request]],
                                 [self.batch.block_tables[request].tolist()], self.keys.shape[2])
         return replace(self, q=self.q[start:end].contiguous(), batch=batch)
+
+    def sharing(self, prefix: int) -> Attention:
+        """All requests with longer contexts begin with the blocks of the first of them, as far as `prefix` fills."""
+        batch, block_size = self.batch, self.keys.shape[2]
+        tables = batch.block_tables.clone()
+        longer = [request for request, context in enumerate(batch.context_lens_host) if context > prefix]
+        tables[longer, :prefix // block_size] = tables[longer[0], :prefix // block_size].clone()
+        return replace(self, batch=attention_batch(query_lens(batch), batch.context_lens_host, tables.tolist(),
+                                                   block_size))
 
 
 def attention(lengths: Sequence[tuple[int, int]], block_size: int, num_kv_heads: int, group: int, head_dim: int,
@@ -160,26 +190,20 @@ def attention(lengths: Sequence[tuple[int, int]], block_size: int, num_kv_heads:
         for part, cache in enumerate((keys, values)):
             rows = numbers(context, num_kv_heads, head_dim, seed=seed + 2 * index + part + 1)
             cache[blocks, :, offsets] = rows.to(cache_dtype)
-    q = numbers(sum(query_lens), num_kv_heads * group, head_dim, seed=seed)
+    q = numbers(sum(query_lens), num_kv_heads * group, head_dim, seed=seed).bfloat16().float()
     return Attention(q, keys, values, attention_batch(query_lens, context_lens, tables, block_size))
-
-
-def assert_attention(actual: Tensor, expected: Tensor) -> None:
-    """Equal up to float32's rounding; one key too few of 1,300 would differ by 1e-3."""
-    torch.testing.assert_close(actual.double(), expected, rtol=5e-5, atol=5e-5)
 
 
 @CACHE_DTYPES
 @given(lengths=st.lists(st.tuples(CONTEXTS, CHUNKS), min_size=1, max_size=4), block_size=st.integers(1, 32),
        num_kv_heads=st.integers(1, 3), group=st.integers(1, 9), head_dim=st.sampled_from(HEAD_DIMS), window=WINDOWS,
-       sharpness=st.sampled_from([0.1, 1.0, 8.0]), seed=SEEDS)
-@quick(120)
+       sharpness=st.sampled_from([0.125, 1.0, 8.0]), seed=SEEDS)
+@quick(60)
 def test_attention_of_any_mixture(kernels: Kernels, cache_dtype: torch.dtype, lengths: list[tuple[int, int]],
                                   block_size: int, num_kv_heads: int, group: int, head_dim: int, window: int | None,
                                   sharpness: float, seed: int) -> None:
     case = attention(lengths, block_size, num_kv_heads, group, head_dim, cache_dtype, seed)
-    scale = sharpness * head_dim ** -0.5
-    assert_attention(case.run(kernels, scale, window), case.expected(scale, window))
+    case.check(kernels, sharpness / 8, window)
 
 
 @CACHE_DTYPES
@@ -191,7 +215,7 @@ def test_attention_at_the_borders_of_tiles_and_parts(kernels: Kernels, cache_dty
     longest = 600 if queries > 3 else 1300
     lengths = [(context, queries) for context in BORDERS if context < longest]
     case = attention(lengths, block_size=16, num_kv_heads=1, group=group, head_dim=32, cache_dtype=cache_dtype, seed=1)
-    assert_attention(case.run(kernels, 0.2, window), case.expected(0.2, window))
+    case.check(kernels, 0.25, window)
 
 
 @CACHE_DTYPES
@@ -204,7 +228,7 @@ def test_attention_of_so_many_requests_that_heads_share_a_task(
         group: int, head_dim: int, window: int | None, seed: int) -> None:
     assert len(lengths) >= 4 * THREADS
     case = attention(lengths, block_size, num_kv_heads, group, head_dim, cache_dtype, seed)
-    assert_attention(case.run(kernels, 0.2, window), case.expected(0.2, window))
+    case.check(kernels, 0.25, window)
 
 
 @CACHE_DTYPES
@@ -219,6 +243,33 @@ def test_a_decode_is_the_same_bits_in_any_batch(kernels: Kernels, cache_dtype: t
     together = case.run(kernels, 0.3, window)
     for request in range(len(contexts)):
         assert torch.equal(together[request:request + 1], case.alone(request).run(kernels, 0.3, window))
+
+
+@CACHE_DTYPES
+@given(prefix=st.sampled_from([511, 512, 600, 1024, 1100]), own=st.lists(st.integers(1, 600), min_size=2, max_size=12),
+       others=st.lists(CONTEXTS, max_size=3), queries=st.sampled_from([1, 1, 2]), group=st.sampled_from([1, 3, 8]),
+       block_size=st.sampled_from([1, 16, 24]), window=st.none() | st.just(1000), seed=SEEDS)
+@quick(20)
+def test_requests_that_share_a_prefix_get_the_bits_that_each_gets_alone(
+        kernels: Kernels, cache_dtype: torch.dtype, prefix: int, own: list[int], others: list[int], queries: int,
+        group: int, block_size: int, window: int | None, seed: int) -> None:
+    lengths = [(prefix + count, queries) for count in own] + [(context, 1) for context in others]
+    random.Random(seed).shuffle(lengths)
+    case = attention(lengths, block_size, 2, group, 64, cache_dtype, seed).sharing(prefix)
+    together = case.check(kernels, 0.125, window)
+    for request, start in enumerate(case.batch.query_start_host[:-1]):
+        alone = case.alone(request).run(kernels, 0.125, window)
+        assert torch.equal(together[start:start + len(alone)], alone)
+
+
+@CACHE_DTYPES
+@pytest.mark.parametrize("queries", [3, 20])
+def test_queries_are_rounded_to_the_format_of_the_cache_at_most(kernels: Kernels, cache_dtype: torch.dtype,
+                                                                queries: int) -> None:
+    case = attention([(100, queries)], 16, 2, 3, 64, cache_dtype, seed=1)
+    case = replace(case, q=numbers(*case.q.shape, seed=2))
+    most = 1e-2 if cache_dtype is torch.bfloat16 and queries * 3 > FEW_ROWS else 1e-5
+    assert (case.run(kernels, 0.1).double() - case.expected(0.1)).abs().max() < most
 
 
 @pytest.mark.parametrize("queries", [1, 20])
@@ -352,8 +403,6 @@ class Scheme:
     """One format of weights and what its C++ product does to activations."""
 
     name: str
-    most: int
-    """The largest integer that an activation is rounded to."""
 
     def weight(self, channels: int, columns: int, group: int, seed: int) -> Int8Weight | Int4Weight:
         """Random integers and scales, independent of `quantize`; one channel's like no other's."""
@@ -375,28 +424,28 @@ class Scheme:
     def product(self, kernels: Kernels, weight: Int8Weight | Int4Weight) -> Callable[[Tensor], Tensor]:
         return kernels.int8(weight) if isinstance(weight, Int8Weight) else kernels.int4(weight)
 
-    def activation_group(self, columns: int) -> int:
-        """Columns of a row of activations that share a scale."""
-        return columns if self.name == "int8" else 32
+    def activation_group(self, group: int) -> int:
+        """Columns of a row of activations that share a scale, for weights with scales for so many columns."""
+        return min(group, 192) if self.name == "int8" else 32
 
-    def representable(self, rows: int, columns: int, seed: int) -> Tensor:
-        """Activations that the rounding leaves as they are: multiples of a power of two up to `most` times it."""
-        groups = integers(-self.most, self.most, rows, columns // self.activation_group(columns),
-                          self.activation_group(columns), seed=seed)
-        groups[..., seed % groups.shape[-1]] = self.most
+    def representable(self, rows: int, columns: int, group: int, seed: int) -> Tensor:
+        """Activations that the rounding leaves as they are: multiples of a power of two up to 127 times it."""
+        own = self.activation_group(group)
+        groups = integers(-127, 127, rows, columns // own, own, seed=seed)
+        groups[..., seed % own] = 127
         steps = 2.0 ** integers(-20, 5, rows, groups.shape[1], 1, seed=seed)
         return (groups * steps).view(rows, columns)
 
-    def half_steps(self, x: Tensor) -> Tensor:
+    def half_steps(self, x: Tensor, group: int) -> Tensor:
         """Like `x`: how far the rounding moves each number at most."""
-        groups = x.double().abs().view(len(x), -1, self.activation_group(x.shape[1]))
-        return (groups.amax(dim=-1, keepdim=True) / self.most / 2).expand(groups.shape).reshape(x.shape)
+        groups = x.double().abs().view(len(x), -1, self.activation_group(group))
+        return (groups.amax(dim=-1, keepdim=True) / 127 / 2).expand(groups.shape).reshape(x.shape)
 
 
-INT8, INT4 = Scheme("int8", 8191), Scheme("int4", 127)
+INT8, INT4 = Scheme("int8"), Scheme("int4")
 BOTH = pytest.mark.parametrize("scheme", [INT8, INT4], ids=lambda scheme: scheme.name)
 SHAPES = {"channels": st.integers(1, 50), "num_groups": st.integers(1, 6), "seed": SEEDS}
-GROUPS = st.sampled_from([2, 4, 32, 64, 576])
+GROUPS = st.sampled_from([4, 20, 32, 64, 192, 576])
 
 
 def group_size(scheme: Scheme, group: int) -> int:
@@ -426,7 +475,7 @@ def test_a_product_of_representable_activations_is_exact(kernels: Kernels, schem
     if columns > 2000:
         columns = group
     weight = scheme.weight(channels, columns, group, seed)
-    x = scheme.representable(rows, columns, seed)
+    x = scheme.representable(rows, columns, group, seed)
     assert_product(scheme.product(kernels, weight)(x), x, scheme.dequantized(weight), torch.zeros_like(x).double())
 
 
@@ -441,7 +490,7 @@ def test_a_product_errs_by_the_rounding_of_its_activations(kernels: Kernels, sch
         columns = group
     weight = scheme.weight(channels, columns, group, seed)
     x = magnitude * numbers(rows, columns, seed=seed + 1)
-    assert_product(scheme.product(kernels, weight)(x), x, scheme.dequantized(weight), scheme.half_steps(x))
+    assert_product(scheme.product(kernels, weight)(x), x, scheme.dequantized(weight), scheme.half_steps(x, group))
 
 
 def assert_product(actual: Tensor, x: Tensor, weight: Tensor, moved: Tensor) -> None:
@@ -452,7 +501,13 @@ def assert_product(actual: Tensor, x: Tensor, weight: Tensor, moved: Tensor) -> 
     assert (error <= allowed).all(), f"{(error / allowed).max()} of what the rounding explains"
 
 
-@pytest.mark.parametrize("columns", [64, 2062, 2066, 4096, 16384])
+@pytest.mark.parametrize("group", [1, 2, 6, 31])
+def test_groups_of_no_multiple_of_four_columns_are_multiplied_by_the_reference(kernels: Kernels, group: int) -> None:
+    weight, x = INT8.weight(20, 4 * group, group, seed=1), numbers(5, 4 * group, seed=2)
+    assert torch.equal(kernels.int8(weight)(x), REFERENCE.int8(weight)(x))
+
+
+@pytest.mark.parametrize("columns", [64, 2064, 4096, 16384])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_int8_sums_do_not_overflow(kernels: Kernels, columns: int, sign: int) -> None:
     weight = Int8Weight(torch.full((9, columns), 127, dtype=torch.int8), torch.full((9, 1), 1 / 127))

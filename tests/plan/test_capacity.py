@@ -15,7 +15,11 @@ from plan.planning import make_70b_config, make_config
 from servekit.config.errors import ConfigError
 from servekit.config.plan import PlanConfig, PlanMemoryConfig
 from servekit.config.roofline import EfficiencyConfig, GpuName, Precision
+from servekit.config.schema import Config, Device, KernelSet, MemoryConfig, ModelConfig, Quantization, SchedulerConfig
+from servekit.model.shapes import SHAPES
 from servekit.plan.capacity import CapacityPlan, Limit, plan_capacity, replicas_for
+from servekit.runner.device import DeviceFacts
+from servekit.runner.memory import Formats, plan_memory
 
 CONFIGS = st.builds(
     make_config, gpu=st.sampled_from(GpuName), rate_per_s=st.floats(0.01, 1000),
@@ -155,7 +159,23 @@ def test_where_the_memory_goes() -> None:
     memory = plan_capacity(make_70b_config(memory=PlanMemoryConfig(0.9, 0.2))).memory
     assert memory.total_bytes == 160e9 and memory.usable_bytes == pytest.approx(0.9 * 0.8 * 160e9)
     assert memory.weights_bytes == pytest.approx(69.5e9, rel=1e-3)
-    assert memory.kv_tokens == (memory.usable_bytes - memory.weights_bytes) // (16 * 163_840) * 16
+    # Of each GPU, whole hidden states and logits, and half of the feed-forward and the heads.
+    step_bytes = 8192 * 2 * (4 * 8192 + 3 * 28672 // 2 + 80 * 128 // 2) + 2 * 4 * 256 * 32000
+    assert memory.activation_bytes == 2 * step_bytes
+    assert memory.kv_bytes == memory.usable_bytes - memory.weights_bytes - memory.activation_bytes
+    assert memory.kv_tokens == memory.kv_bytes // (16 * 163_840) * 16
+
+
+def test_the_reckoning_is_the_engines() -> None:
+    """A capacity plan and the memory planner of an engine on such a GPU find the same room for keys and values."""
+    planned = plan_capacity(make_config(max_num_seqs=200)).memory
+    gpu = DeviceFacts(Device.cuda, "H200", 8, 141 * 10**9, 141 * 10**9, 0)
+    config = Config(ModelConfig("dummy:llama-3-8b"), memory=MemoryConfig(memory_fraction=0.9, headroom=0.1),
+                    scheduler=SchedulerConfig(max_num_seqs=200, max_step_tokens=8192))
+    engine = plan_memory(config, SHAPES["llama-3-8b"], gpu, Formats(Quantization.none, KernelSet.triton, 2, 2))
+    assert engine.use.weights_bytes == planned.weights_bytes
+    assert engine.use.activation_bytes == planned.activation_bytes
+    assert engine.num_kv_blocks * 16 == planned.kv_tokens
 
 
 def test_gpus_and_spares() -> None:
@@ -180,7 +200,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"ttft_s": 0.02}, ["ttft_s=0.02", "computing the prompt takes"]),
     ({"model": "llama-3-70b"}, ["tensor_parallel=1", "the weights take 141.1 GB", "114.2 GB"]),
     ({"model": "llama-2-70b", "gpu": GpuName.h100, "weight_precision": Precision.fp8, "prompt_tokens": 3000.0,
-      "memory": PlanMemoryConfig(0.966)}, ["prompt_tokens=3000", "does not fit", "144 tokens"]),
+      "memory": PlanMemoryConfig(0.969), "prefill_batch_tokens": 512},
+     ["prompt_tokens=3000", "does not fit", "192 tokens"]),
     ({"prompt_tokens": 8000.0}, ["prompt_tokens=8000", "output_tokens=200", "8192 tokens"]),
     ({"replicas": 1, "rate_per_s": 100.0}, ["replicas=1", "the queue grows by", "utilisation 3.98", "set replicas=6"]),
     ({"gpu": GpuName.a100, "weight_precision": Precision.fp8}, ["weight_precision=fp8", "bfloat16, int8"]),

@@ -12,6 +12,7 @@ from servekit.core.plan import BlockCopy, Plan, StepResult
 from servekit.kernels import copy_blocks, reference_kernels
 from servekit.model.decoder import Decoder
 from servekit.runner.kv_tensors import KVTensors, allocate_host_kv
+from servekit.runner.queue import AtOnce
 from servekit.runner.runner import Runner
 
 LAYERS, BLOCKS, HOST_BLOCKS, SHAPE = 3, 4, 2, (2, 8, 5)
@@ -29,7 +30,7 @@ def all_of(kv: KVTensors) -> Tensor:
 def test_a_plan_of_copies_alone_is_done_out_first_then_in() -> None:
     kv = random_kv()
     host_kv = allocate_host_kv(kv, HOST_BLOCKS)
-    runner = Runner(cast(Decoder, None), kv, host_kv, reference_kernels(), SHAPE[1], torch.device("cpu"))
+    runner = Runner(cast(Decoder, None), kv, host_kv, reference_kernels(), SHAPE[1], torch.device("cpu"), AtOnce())
     before = all_of(kv)
     saved = Plan(items=(), num_tokens=0, swap_out=(BlockCopy(3, 0), BlockCopy(1, 1)))
     assert runner.execute(saved) == StepResult({})

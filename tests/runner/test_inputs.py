@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.core.plan import Plan, PlanItem
 from servekit.core.request import Request, RequestId, RequestSpec, SamplingParams
-from servekit.runner.inputs import build_inputs
+from servekit.runner.inputs import SampledTokens, build_inputs
 
 
 @given(st.data(), st.integers(1, 17))
@@ -24,7 +23,7 @@ def test_tokens_positions_and_slots(data: st.DataObject, block_size: int) -> Non
         items.append(PlanItem(request, start, count, start + count == len(tokens)))
     plan = Plan(tuple(items), sum(item.num_tokens for item in items))
 
-    inputs = build_inputs(plan, block_size, torch.device("cpu"))
+    inputs = build_inputs(plan, block_size, SampledTokens(()))
 
     expected = [(item.request.token_ids[position], position,
                  item.request.block_ids[position // block_size] * block_size + position % block_size)

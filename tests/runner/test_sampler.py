@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from servekit.core.plan import Sampled
 from servekit.core.request import Request, RequestId, RequestSpec, SamplingParams
 from servekit.kernels import reference_kernels
-from servekit.runner import sampler
-from servekit.runner.sampler import draw_key, score
+from servekit.runner.sampler import Stand, answers, choose, draw_key, score
 
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> list[Sampled | str]:
-    return sampler.sample(logits, requests, reference_kernels())
+    stands = [Stand.of(request) for request in requests]
+    return answers(choose(logits, stands, reference_kernels()), stands)
 
 
 def make_request(prompt: list[int] | None = None, output: list[int] | None = None, **sampling: Any) -> Request:

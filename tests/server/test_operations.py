@@ -193,7 +193,7 @@ def test_the_log_has_facts_and_no_text(server: LiveServer, caplog: pytest.LogCap
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"]
 COUNTERS = ["prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
             "prompt_tokens_by_source", "prompt_tokens_recomputed", "request_success", "admission_rejections", "steps",
-            "http_requests", "preemptions_by_kind", "swapped_blocks",
+            "steps_by_execution", "http_requests", "preemptions_by_kind", "swapped_blocks",
             *(f"{scope}_{what}" for scope in ("class", "tenant")
               for what in ("started_requests", "queue_seconds", "prompt_tokens", "generation_tokens"))]
 HISTOGRAMS = ["time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",

@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from servekit.engine.messages import Breakdown, EngineStats
+from servekit.engine.messages import Breakdown, EngineStats, Loading
 from servekit.server.intake import seed_of_choice
+from servekit.server.launch import _show
 from servekit.server.logs import JsonFormatter, TextFormatter
 from servekit.server.metrics import Metrics, counted_from, one_two_five
 from servekit.server.progress import LoadingProgress
@@ -128,6 +129,15 @@ TestEveryReading = EveryReading.TestCase
 TestEveryReading.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 
 
+def test_steps_are_counted_by_how_they_were_computed() -> None:
+    metrics = Metrics("m", 100)
+    for executions in ({"eager": 1}, {"eager": 2, "graph_8": 5}):
+        metrics.observe_step(EngineStats(breakdown=Breakdown(executions=executions)), None)
+    body = metrics.exposition("text/plain")[0].decode()
+    assert 'servekit:steps_by_execution_total{execution="graph_8",model_name="m"} 5.0' in body
+    assert 'servekit:steps_by_execution_total{execution="eager",model_name="m"} 2.0' in body
+
+
 def test_progress_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     told: list[str] = []
@@ -135,8 +145,11 @@ def test_progress_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
         progress.stage("imports")
         for done in range(0, 101, 10):
             progress.bytes_done("weights", done * 10**6, 100 * 10**6)
-    assert told[-1] == "weights 100 %"
-    assert caplog.messages == ["loading imports", "loading weights: 0.0 of 100.0 MB"]
+        assert told[-1] == "weights 100 %"
+        for done in range(9):
+            _show(Loading("CUDA graphs", done, 8, "graphs"), progress)
+    assert told[-1] == "CUDA graphs 8 of 8"
+    assert caplog.messages == ["loading imports", "loading weights: 0.0 of 100.0 MB", "loading CUDA graphs: 0 of 8"]
 
 
 def test_seeds() -> None:

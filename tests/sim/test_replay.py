@@ -15,6 +15,7 @@ from servekit.core.build import build_scheduler
 from servekit.core.request import RequestId
 from servekit.core.scheduler import Scheduler
 from servekit.engine.engine import Engine
+from servekit.engine.pipeline import Lockstep
 from servekit.engine.step_log import Opened, StepLogFile, read_step_log, replay
 
 HOST_BLOCKS = 12
@@ -40,7 +41,7 @@ def logged_run(combination: Combination, seed: int) -> bytes:
     """A short life of an engine, and its log."""
     rng, log = random.Random(seed), io.BytesIO()
     opened = Opened({}, NUM_BLOCKS, HOST_BLOCKS, 4, MAX_MODEL_LEN)
-    engine = Engine(scheduler_of(combination), FakeDevice(4), Clock(rng), StepLogFile(log, opened))
+    engine = Engine(scheduler_of(combination), Lockstep(FakeDevice(4)), Clock(rng), StepLogFile(log, opened))
     names: list[RequestId] = []
     for number in range(40):
         for _ in range(rng.choice([0, 0, 1, 2])):
