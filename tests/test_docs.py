@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,11 @@ def test_commands_compose(document: Path) -> None:
         found = re.match(r"(?:\.venv/bin/)?servekit (\w+) ?([^#|]*)", line.strip())
         if not found or "..." in line or "…" in line or "NAME" in line:
             continue
-        command, words = found[1], found[2].split()
-        assert command in {"serve", "bench", "tune", "verify", "simulate", "plan", "config", "completion", "help"}, line
+        command, words = found[1], shlex.split(found[2], comments=True)
+        assert command in {"serve", "bench", "tune", "verify", "simulate", "plan", "config", "doctor", "completion",
+                           "help"}, line
         overrides = [word for word in words if "=" in word]
-        if command in {"serve", "config"}:
+        if command in {"serve", "config", "doctor"}:
             compose_serve(overrides)
         elif command == "bench":
             compose_bench(overrides)

@@ -2,8 +2,8 @@
 
     python experiments/cpu-speed/plot.py [result.json [plot.png]]
 
-The limit of a step is the longer of two times: reading the weights (int4 layers, int8 head) and the batch's KV cache
-once at the measured read bandwidth, and the matrix products at the measured int8 rate.
+The limit of a step is the longer of two times: reading the weights and the batch's KV cache once at the measured read
+bandwidth, and the matrix products at the measured int8 rate. It is drawn for int8 weights.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from matplotlib import pyplot as plt
 HERE = Path(__file__).parent
 LAYER_WEIGHTS = 30 * (960 * 576 + 576 * 576 + 3072 * 576 + 576 * 1536)
 HEAD_WEIGHTS = 49152 * 576
-WEIGHT_BYTES = LAYER_WEIGHTS * 5 / 8 + HEAD_WEIGHTS * 9 / 8
+WEIGHT_BYTES = {"servekit int8": LAYER_WEIGHTS + HEAD_WEIGHTS * 9 / 8,
+                "servekit int4": LAYER_WEIGHTS * 5 / 8 + HEAD_WEIGHTS * 9 / 8}
 KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2
-TOKENS_IN_BATCH_RUN = 150
+TOKENS_IN_BATCH_RUN = 64
 
 
-def limit_ms(batch: int, context: int, facts: dict[str, float]) -> float:
+def limit_ms(batch: int, context: int, facts: dict[str, float], name: str = "servekit int8") -> float:
     """The least time of one decode step of SmolLM2-135M."""
-    read_s = (WEIGHT_BYTES + batch * context * KV_BYTES_PER_TOKEN) / (facts["read_gb_s"] * 1e9)
+    read_s = (WEIGHT_BYTES[name] + batch * context * KV_BYTES_PER_TOKEN) / (facts["read_gb_s"] * 1e9)
     compute_s = 2 * batch * (LAYER_WEIGHTS + HEAD_WEIGHTS) / (facts["int8_gop_s"] * 1e9)
     return 1e3 * max(read_s, compute_s)
 
@@ -43,11 +44,12 @@ def main() -> None:
         by_context = {int(size): row["tpot_ms"] for size, row in found["by_context"].items()}
         left.plot(by_batch.keys(), by_batch.values(), marker="o", label=name)
         middle.plot(by_context.keys(), by_context.values(), marker="o", label=name)
-        if name == "servekit":
-            shares = [100 * limit_ms(size, TOKENS_IN_BATCH_RUN, facts) / value for size, value in by_batch.items()]
-            right.plot(by_batch.keys(), shares, marker="o", label="by batch (context 150)")
-            shares = [100 * limit_ms(1, size, facts) / value for size, value in by_context.items()]
-            right.plot(by_context.keys(), shares, marker="s", label="by context (batch 1)")
+        if name in WEIGHT_BYTES:
+            shares = [100 * limit_ms(size, TOKENS_IN_BATCH_RUN, facts, name) / value
+                      for size, value in by_batch.items()]
+            right.plot(by_batch.keys(), shares, marker="o", label=f"{name}, by batch")
+            shares = [100 * limit_ms(1, size, facts, name) / value for size, value in by_context.items()]
+            right.plot(by_context.keys(), shares, marker="s", label=f"{name}, by context")
     sizes = sorted({int(size) for found in growth.values() for size in found["by_batch_ms"]})
     left.plot(sizes, [limit_ms(size, TOKENS_IN_BATCH_RUN, facts) for size in sizes], "k:", label="limit")
     contexts = sorted({int(size) for found in growth.values() for size in found["by_context"]})

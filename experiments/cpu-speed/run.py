@@ -1,12 +1,14 @@
 """servekit beside llama-server and vLLM on a CPU, over HTTP, one server at a time in alternating rounds.
 
     python experiments/cpu-speed/run.py llama=/path/to/llama-server gguf=DIR [vllm=/path/to/python hf=DIR]
-                                        [rounds=2] [growth=true] [growing=NAME,NAME] [only=NAME,NAME] [out=result.json]
+                                        [rounds=2] [only=NAME,NAME] [growing=NAME,NAME] [batches=1,8] [contexts=512]
+                                        [out=result.json]
 
 gguf: folder with smol-q4_1.gguf, smol-q8_0.gguf and smol-f32.gguf; vllm: the Python of an environment that has vLLM for
 CPUs; hf: the same model as a Hugging Face folder. A peer that is not given is said to be absent. Prompts are random
 token ids, fresh for every request, so that no cache helps where none is meant to. Each figure is the median over
-rounds; ratios are of figures from this one run.
+rounds; ratios are of figures from this one run. growing: whose time between tokens is measured over batches and
+contexts too, once; with rounds=0 nothing else is.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,9 @@ from typing import Any
 import aiohttp
 
 PORT = 18200
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
+BATCHES = "1,2,4,8,16,32,64,128"
+CONTEXTS = "128,256,512,1024,2048,4096"
+OURS = ("servekit int8", "servekit int4")
 LLAMA = "{llama} -m {file} -np {slots} -c {context} -t {cores} -tb {cores} --poll 0 --poll-batch 0 --threads-http 1"
 
 VLLM = ("{python} -m vllm.entrypoints.openai.api_server --model {folder} --dtype {dtype} --max-model-len 8192 "
@@ -121,19 +124,19 @@ async def headline(load: Load) -> dict[str, float]:
     }
 
 
-async def by_batch(load: Load) -> dict[str, float]:
-    """Milliseconds between tokens when so many requests of about 150 tokens decode at once."""
+async def by_batch(load: Load, sizes: list[int]) -> dict[str, float]:
+    """Milliseconds between tokens when so many requests of about 64 tokens decode at once."""
     found = {}
-    for size in BATCHES:
-        replies, _ = await load.together([load.prompt(128) for _ in range(size)], 40)
+    for size in sizes:
+        replies, _ = await load.together([load.prompt(32) for _ in range(size)], 40)
         found[str(size)] = 1e3 * statistics.median(reply.late_tpot_s(12) for reply in replies)
     return found
 
 
-async def by_context(load: Load) -> dict[str, dict[str, float]]:
+async def by_context(load: Load, contexts: list[int]) -> dict[str, dict[str, float]]:
     """Time to first token and between tokens, of one request, by the length of its prompt."""
     found = {}
-    for context in CONTEXTS:
+    for context in contexts:
         reply = await load.one(load.prompt(context - 24), 24)
         found[str(context)] = {"ttft_ms": 1e3 * reply.ttft_s, "tpot_ms": 1e3 * reply.tpot_s}
     return found
@@ -171,8 +174,9 @@ async def ready(session: aiohttp.ClientSession, url: str, limit_s: float) -> str
     raise RuntimeError(f"not ready after {limit_s:.0f} s")
 
 
-async def measure(contender: Contender, seed: int, growth: bool) -> dict[str, Any]:
-    slots, context = (128, 128 * 512) if growth else (32, 32 * 1024)
+@asynccontextmanager
+async def loaded(contender: Contender, slots: int, context: int, seed: int) -> AsyncIterator[tuple[Load, float]]:
+    """A running server that has answered a request, and how long its start took in seconds."""
     with running(contender, slots, context) as url:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(1800),
                                          connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
@@ -180,23 +184,27 @@ async def measure(contender: Contender, seed: int, growth: bool) -> dict[str, An
             model = await ready(session, url, 600)
             ready_s = time.perf_counter() - start
             load = Load(session, url, model, contender.extra, seed)
-            await load.together([load.prompt(64) for _ in range(2)], 8)
-            if not growth:
-                return {"ready_s": ready_s, **await headline(load)}
-            found: dict[str, Any] = {"by_batch_ms": await by_batch(load)}
-    with running(contender, 1, 8192) as url:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(1800),
-                                         connector=aiohttp.TCPConnector(force_close=True)) as session:
-            load = Load(session, url, await ready(session, url, 600), contender.extra, seed + 1)
-            await load.one(load.prompt(64), 8)
-            return {**found, "by_context": await by_context(load)}
+            await load.together([load.prompt(64) for _ in range(min(2, slots))], 8)
+            yield load, ready_s
+
+
+async def measure(contender: Contender, seed: int) -> dict[str, float]:
+    async with loaded(contender, 32, 32 * 1024, seed) as (load, ready_s):
+        return {"ready_s": ready_s, **await headline(load)}
+
+
+async def grow(contender: Contender, seed: int, batches: list[int], contexts: list[int]) -> dict[str, Any]:
+    async with loaded(contender, max(batches), max(batches) * 512, seed) as (load, _):
+        found: dict[str, Any] = {"by_batch_ms": await by_batch(load, batches)}
+    async with loaded(contender, 1, 8192, seed + 1) as (load, _):
+        return {**found, "by_context": await by_context(load, contexts)}
 
 
 def contenders(options: dict[str, str]) -> list[Contender]:
     cores = len(os.sched_getaffinity(0))
     ours = (f"{sys.executable} -m servekit serve server.port={{port}} scheduler.max_num_seqs={{slots}} "
             "model.max_model_len=8192 scheduler.admission.queue_timeout_s=null")
-    found = [Contender("servekit", ours, {}, {}), Contender("servekit int8", f"{ours} model.quantization=int8", {}, {})]
+    found = [Contender(name, f"{ours} model.quantization={name.split()[1]}", {}, {}) for name in OURS]
     if "llama" in options:
         library_path = {"LD_LIBRARY_PATH": str(Path(options["llama"]).parent)}
         for kind in ("q4_1", "q8_0", "f32"):
@@ -248,19 +256,19 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def show(results: dict[str, dict[str, float]]) -> None:
+    if not results:
+        return
     keys = list(next(iter(results.values())))
     width = max(map(len, results)) + 2
     print("".ljust(width) + "".join(key.rjust(21) for key in keys))
     for name, row in results.items():
         print(name.ljust(width) + "".join(f"{row[key]:21.1f}" for key in keys))
-    ours = results.get("servekit", {})
-    peers = {name: row for name, row in results.items() if not name.startswith("servekit")}
-    if not ours or not peers:
-        return
-    for key in keys[1:]:
-        is_time = key.endswith("_ms")
-        best = (min if is_time else max)(peers, key=lambda name: peers[name][key])
-        print(f"{key}: {ours[key]:.1f} against {peers[best][key]:.1f} of {best}: {ours[key] / peers[best][key]:.2f} x")
+    peers = {name: row for name, row in results.items() if name not in OURS}
+    for name in results.keys() & set(OURS) if peers else ():
+        for key in keys[1:]:
+            best = (min if key.endswith("_ms") else max)(peers, key=lambda peer: peers[peer][key])
+            ours, theirs = results[name][key], peers[best][key]
+            print(f"{key}: {ours:.1f} of {name} against {theirs:.1f} of {best}: {ours / theirs:.2f} x")
 
 
 def main() -> None:
@@ -270,17 +278,16 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in competing}
     for number in range(rounds):
         for index, contender in enumerate(competing):
-            row = asyncio.run(measure(contender, 1000 * number + index, growth=False))
+            row = asyncio.run(measure(contender, 1000 * number + index))
             runs[contender.name].append(row)
             print(f"round {number + 1}, {contender.name}: {json.dumps({k: round(v, 1) for k, v in row.items()})}",
                   flush=True)
-    growth = {}
-    if options.get("growth", "true") == "true":
-        growing = options.get("growing", ",".join(contender.name for contender in competing)).split(",")
-        for index, contender in enumerate(competing):
-            if contender.name not in growing:
-                continue
-            growth[contender.name] = asyncio.run(measure(contender, 5000 + index, growth=True))
+    growth, growing = {}, options.get("growing", "").split(",")
+    batches, contexts = ([int(size) for size in options.get(key, default).split(",")]
+                         for key, default in (("batches", BATCHES), ("contexts", CONTEXTS)))
+    for index, contender in enumerate(competing):
+        if contender.name in growing:
+            growth[contender.name] = asyncio.run(grow(contender, 5000 + index, batches, contexts))
             print(f"growth, {contender.name}: {json.dumps(growth[contender.name])}", flush=True)
     result = {name: medians(rows) for name, rows in runs.items() if rows}
     show(result)

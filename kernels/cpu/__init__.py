@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from servekit.kernels import int8_linear
 from servekit.kernels.attention import AttentionBatch
 from servekit.kernels.cpu.build import build_library
 from servekit.kernels.cpu.huge_pages import HugePages
 from servekit.kernels.dispatch import Kernels
-from servekit.kernels.fused_layer import FusedLayer, KVLayer, LayerOperands
+from servekit.kernels.fused_layer import FusedLayer, KVLayer, LayerOperands, Product
 from servekit.kernels.int4_linear import GROUP_SIZE, Int4Weight
 from servekit.kernels.int8_linear import Int8Weight
 
-_TILE = 16
+_INT4_TILE, _INT8_TILE = 16, 32
 """Output channels that the C++ code computes together."""
+_MOST_COLUMNS = 192
+"""That share a scale of eight-bit activations: more cost perplexity, fewer cost time."""
 _NO_WINDOW = 1 << 40
 
 
@@ -70,7 +73,7 @@ class _PackedProduct:
 
     packed: Tensor
     scales: Tensor
-    """[tiles, groups, 16] float32 of eight-bit integers; empty for four bits, which carry theirs among them."""
+    """[tiles, groups, 32] float32 of eight-bit integers; empty for four bits, which carry theirs among them."""
     rows: int
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,25 +81,39 @@ class _PackedProduct:
         return product
 
 
-def _int8_product(pages: HugePages, weight: Int8Weight) -> _PackedProduct:
-    """Activations are rounded to 14 bits, by row."""
+def _int8_product(pages: HugePages, weight: Int8Weight) -> Product:
+    """Activations are rounded to 8 bits, by groups of at most 192 columns that share a scale of the weights.
+
+    A weight with groups that are no multiple of four columns is multiplied by the reference.
+    """
     rows, columns = weight.integers.shape
-    integers = F.pad(weight.integers, (0, 0, 0, -rows % _TILE))
-    packed = integers.view(-1, _TILE, columns // 2, 2).permute(0, 2, 1, 3).reshape(len(integers) // _TILE, -1)
-    scales = F.pad(weight.scales, (0, 0, 0, -rows % _TILE)).view(-1, _TILE, weight.scales.shape[1])
-    return _PackedProduct(pages.place(packed), pages.place(scales.transpose(1, 2)), rows)
+    group = _activation_group(columns // weight.scales.shape[1])
+    if group is None:
+        return partial(int8_linear.reference, weight=weight)
+    padding = (0, 0, 0, -rows % _INT8_TILE)
+    quads = (F.pad(weight.integers, padding).view(torch.uint8) ^ 128).view(-1, _INT8_TILE, columns // 4, 4)
+    scales = weight.scales.repeat_interleave(columns // group // weight.scales.shape[1], dim=1)
+    by_tile = F.pad(scales, padding).view(-1, _INT8_TILE, columns // group).transpose(1, 2)
+    return _PackedProduct(pages.place(quads.transpose(1, 2).flatten(1)), pages.place(by_tile), rows)
+
+
+def _activation_group(weight_group: int) -> int | None:
+    """The largest part of a group of weights whose activations may share a scale; None: there is none."""
+    return next((size for size in range(min(weight_group, _MOST_COLUMNS), 0, -1)
+                 if size % 4 == 0 and weight_group % size == 0), None)
 
 
 def _int4_product(pages: HugePages, weight: Int4Weight) -> _PackedProduct:
     """Activations are rounded to 8 bits, by groups of 32."""
     rows, columns = weight.integers.shape
-    padding, num_groups = (0, 0, 0, -rows % _TILE), columns // GROUP_SIZE
+    padding, num_groups = (0, 0, 0, -rows % _INT4_TILE), columns // GROUP_SIZE
     # Of a group's eight quads of columns, an even one and the odd one after it share their bytes.
-    quads = F.pad(weight.integers, padding).view(-1, _TILE, num_groups, 4, 2, 4)
+    quads = F.pad(weight.integers, padding).view(-1, _INT4_TILE, num_groups, 4, 2, 4)
     integers = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 3, 1, 4).flatten(2)
-    scales, minima = (F.pad(values, padding).view(-1, _TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
-                      for values in (weight.scales, weight.minima))
-    return _PackedProduct(pages.place(torch.cat([integers, scales, minima], dim=-1)), torch.empty(0), rows)
+    halves = (F.pad(values, padding).view(-1, _INT4_TILE, num_groups).transpose(1, 2).contiguous()
+              for values in (weight.scales, weight.minima))
+    packed = torch.cat([integers, *(values.view(torch.uint8) for values in halves)], dim=-1)
+    return _PackedProduct(pages.place(packed), torch.empty(0), rows)
 
 
 def _fused_layer(operands: LayerOperands) -> FusedLayer | None:

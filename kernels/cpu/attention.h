@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "buffer.h"
 #include "simd.h"
 
 namespace servekit {
@@ -38,8 +39,9 @@ struct Pass {
   const int32_t* table;
   int64_t first_head, num_heads;  // Key heads; the rows of the second come after all rows of the first.
   int64_t start, end, window;
-  const int64_t* positions;
+  int64_t positions[kMaxRows];
   int rows;
+  bool are_many;  // Rows of one request.
 
   // The part of the keys [first, first + count) that row r sees, counted from `first`.
   int seen_from(int r, int64_t first) const { return int(std::max<int64_t>(0, positions[r] - window + 1 - first)); }
@@ -53,15 +55,25 @@ struct Partial {
   float* out;    // [rows, head_dim], not yet divided by `total`.
   float* peak;   // [rows]
   float* total;  // [rows]
+
+  Partial from(int64_t row, int64_t head_dim) const { return {out + row * head_dim, peak + row, total + row}; }
 };
 
 struct Scratch {
+  Buffer<float> scaled;        // [rows, head_dim]: queries.
+  Buffer<float> out, peak, total;  // What `Partial` says.
   std::vector<int64_t> rows;   // Where each key, and its value, lies in the cache.
   std::vector<float> queries;  // [rows, padded head_dim], for few rows: in the order of `Columns`.
   std::vector<float> mixed;    // The same: what becomes the result.
-  std::vector<float> keys;     // [head_dim, kTile]: transposed.
-  std::vector<float> values;   // [kTile, head_dim]
+  Buffer<uint32_t> tiles;      // Of many rows: keys, values, queries and weights.
   std::vector<float> scores;   // [rows, kTile], for few rows [rows, kPart].
+
+  void require(int64_t rows, int64_t head_dim) {
+    scaled.require(rows * head_dim);
+    out.require(rows * head_dim);
+    peak.require(rows);
+    total.require(rows);
+  }
 };
 
 constexpr int kAhead = 32;  // Keys between the one that is used and the one that memory is asked for.
@@ -108,7 +120,7 @@ inline float weigh(float* scores, int from, int to, int width, float& peak, floa
     store(scores + j, weight);
     weights += weight;
   }
-  const float factor = peak == kLowest ? 0.0f : std::exp(peak - new_peak);
+  const float factor = peak == new_peak ? 1.0f : peak == kLowest ? 0.0f : std::exp(peak - new_peak);
   total = total * factor + sum_of(weights);
   peak = new_peak;
   return factor;
@@ -127,7 +139,7 @@ inline int64_t column_at(const T* format, int64_t i) {
 // Asks memory for what a later load_columns(p) reads. Calls of it must not stand alone in a loop: GCC removes those.
 template <typename T>
 inline void prefetch_columns(const T* p) {
-  for (int i = 0; i < kColumns; i += int(64 / sizeof(T))) __builtin_prefetch(p + i);
+  for (int i = 0; i < kColumns; i += int(64 / sizeof(T))) __builtin_prefetch(p + i, 0, 2);
 }
 
 // scores[r][j] = queries[r] . key j for kLanes keys: each is read, and widened to float, once for all rows.
@@ -199,7 +211,7 @@ inline void mix_few(const T* values, const int64_t* rows, Dim head_dim, const fl
                              [&](int j, int) { return load_columns(values + rows[j] + d, int(head_dim - d)); });
 }
 
-// Attends up to kFewRows rows of each key head to at most kPart keys. Where a block ends its keys of one head, those of
+// Attends few rows of each request to at most kPart keys. Where a block ends its keys of one head, those of
 // the next follow: all heads are read together, so that the processor sees longer runs of memory.
 template <typename T, typename Dim>
 void attend_few(const Cache<T>& cache, Dim dim, const Pass& pass, const float* queries, Scratch& scratch,
@@ -243,45 +255,85 @@ void attend_few(const Cache<T>& cache, Dim dim, const Pass& pass, const float* q
 }
 
 // --- Many rows ------------------------------------------------------------------------------------------------------
+// Two matrix products on a tile of keys and values, whose elements are floats, or pairs of bf16 where the processor
+// multiplies and adds two at once: then queries and weights are rounded to bf16 too, as the keys are.
 
 template <typename T>
-inline void load_keys_transposed(const Cache<T>& cache, const int64_t* rows, int count, float* keys) {
-  const int64_t dim = cache.head_dim, whole = dim / 8 * 8;
+struct TileOf {
+  using Element = float;
+};
+
+inline floats multiply_add(floats sum, float factor, floats v) { return sum + factor * v; }
+
+#if defined(__AVX512BF16__)
+template <>
+struct TileOf<bf16> {
+  using Element = bf16_pair;
+};
+
+inline floats multiply_add(floats sum, bf16_pair factor, uints v) {
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(factor)), (__m512bh)v);
+}
+#endif
+
+template <typename Element>
+constexpr int64_t kNumbersOf = 1;
+template <>
+inline constexpr int64_t kNumbersOf<bf16_pair> = 2;
+
+template <typename Element>
+using Vector = std::conditional_t<kNumbersOf<Element> == 1, floats, uints>;
+
+// keys[i][j] is element i of key j; [elements of a row, kTile].
+template <typename T, typename Element>
+inline void load_keys_transposed(const Cache<T>& cache, const int64_t* rows, int count, Element* keys) {
+  const int64_t width = cache.head_dim / kNumbersOf<Element>, whole = width / 8 * 8;
   for (int first = 0; first < kTile; first += 8) {
     const int present = std::max(0, std::min(8, count - first));
-    for (int64_t d = 0; d < whole; d += 8) {
-      f32x8 block[8];
-      for (int j = 0; j < 8; ++j) block[j] = j < present ? load8(cache.keys + rows[first + j] + d) : f32x8{};
+    for (int64_t i = 0; i < whole; i += 8) {
+      f32x8 block[8] = {};
+      for (int j = 0; j < present; ++j) block[j] = load8<Element>(cache.keys + rows[first + j], i);
       transpose8(block);
-      for (int i = 0; i < 8; ++i) store8(keys + (d + i) * kTile + first, block[i]);
+      for (int k = 0; k < 8; ++k) std::memcpy(keys + (i + k) * kTile + first, block + k, sizeof(f32x8));
     }
-    for (int64_t d = whole; d < dim; ++d)
+    for (int64_t i = whole; i < width; ++i)
       for (int j = 0; j < 8; ++j)
-        keys[d * kTile + first + j] = j < present ? to_float(cache.keys[rows[first + j] + d]) : 0.0f;
+        keys[i * kTile + first + j] = j < present ? element<Element>(cache.keys + rows[first + j], i) : Element{};
   }
 }
 
-template <typename T>
-inline void load_values(const Cache<T>& cache, const int64_t* rows, int count, float* values) {
+inline void load_values(const Cache<float>& cache, const int64_t* rows, int count, float* values) {
+  for (int j = 0; j < count; ++j)
+    std::copy(cache.values + rows[j], cache.values + rows[j] + cache.head_dim, values + j * cache.head_dim);
+}
+
+inline void load_values(const Cache<bf16>& cache, const int64_t* rows, int count, float* values) {
   const int64_t dim = cache.head_dim;
-  for (int j = 0; j < count; ++j) {
-    const T* row = cache.values + rows[j];
-    int64_t d = 0;
-    for (; d + 8 <= dim; d += 8) store8(values + j * dim + d, load8(row + d));
-    for (; d < dim; ++d) values[j * dim + d] = to_float(row[d]);
+  for (int j = 0; j < count; ++j)
+    for (int64_t d = 0; d < dim; ++d) values[j * dim + d] = to_float(cache.values[rows[j] + d]);
+}
+
+// The values of every second key beside those of the next one.
+inline void load_values(const Cache<bf16>& cache, const int64_t* rows, int count, bf16_pair* values) {
+  const int64_t dim = cache.head_dim;
+  for (int j = 0; j < count; j += 2) {
+    const bf16 *even = cache.values + rows[j], *odd = cache.values + rows[j + 1];
+    const uint32_t has_odd = j + 1 < count ? 0xffffffff : 0;
+    for (int64_t d = 0; d < dim; ++d)
+      values[j / 2 * dim + d] = bf16_pair(even[d].bits | (uint32_t(odd[d].bits) << 16 & has_odd));
   }
 }
 
 // scores[r][j] = queries[r] . key j: Rows times two vectors of keys at a time in registers.
-template <int Rows>
-inline void score_tile(const float* queries, const float* keys, int64_t dim, float* scores, int count) {
+template <int Rows, typename Element>
+SERVEKIT_APART void score_tile(const Element* queries, const Element* keys, int64_t width, float* scores, int count) {
   for (int j = 0; j < count; j += 2 * kLanes) {
     floats low[Rows] = {}, high[Rows] = {};
-    for (int64_t d = 0; d < dim; ++d) {
-      const floats k0 = load(keys + d * kTile + j), k1 = load(keys + d * kTile + j + kLanes);
+    for (int64_t i = 0; i < width; ++i) {
+      const auto k0 = load(keys + i * kTile + j), k1 = load(keys + i * kTile + j + kLanes);
       for (int r = 0; r < Rows; ++r) {
-        low[r] += queries[r * dim + d] * k0;
-        high[r] += queries[r * dim + d] * k1;
+        low[r] = multiply_add(low[r], queries[r * width + i], k0);
+        high[r] = multiply_add(high[r], queries[r * width + i], k1);
       }
     }
     for (int r = 0; r < Rows; ++r) {
@@ -291,31 +343,34 @@ inline void score_tile(const float* queries, const float* keys, int64_t dim, flo
   }
 }
 
-inline void score_many(const float* queries, const float* keys, int64_t dim, int rows, float* scores, int count) {
+template <typename Element>
+inline void score_many(const Element* queries, const Element* keys, int64_t width, int rows, float* scores, int count) {
   int r = 0;
-  for (; r + 6 <= rows; r += 6) score_tile<6>(queries + r * dim, keys, dim, scores + r * kTile, count);
-  for (; r + 2 <= rows; r += 2) score_tile<2>(queries + r * dim, keys, dim, scores + r * kTile, count);
-  for (; r < rows; ++r) score_tile<1>(queries + r * dim, keys, dim, scores + r * kTile, count);
+  for (; r + 6 <= rows; r += 6) score_tile<6>(queries + r * width, keys, width, scores + r * kTile, count);
+  for (; r + 2 <= rows; r += 2) score_tile<2>(queries + r * width, keys, width, scores + r * kTile, count);
+  for (; r < rows; ++r) score_tile<1>(queries + r * width, keys, width, scores + r * kTile, count);
 }
 
-// out[r] = out[r] * factors[r] + sum over j of weights[r][j] * value j, for kLanes * Chunks columns of Rows rows.
-template <int Rows, int Chunks>
-inline void mix_columns(float* out, int64_t dim, const float* weights, const float* factors, int count,
-                        const float* values) {
+// out[r] = out[r] * factors[r] + weights[r] . values, for kLanes * Chunks columns of Rows rows.
+template <int Rows, int Chunks, typename Element>
+SERVEKIT_APART void mix_columns(float* out, int64_t dim, const Element* weights, const float* factors, int count,
+                        const Element* values) {
   floats sums[Rows][Chunks];
   for (int r = 0; r < Rows; ++r)
     for (int c = 0; c < Chunks; ++c) sums[r][c] = load(out + r * dim + kLanes * c) * factors[r];
   for (int j = 0; j < count; ++j)
     for (int c = 0; c < Chunks; ++c) {
-      const floats columns = load(values + j * dim + kLanes * c);
-      for (int r = 0; r < Rows; ++r) sums[r][c] += weights[r * kTile + j] * columns;
+      const auto columns = load(values + j * dim + kLanes * c);
+      for (int r = 0; r < Rows; ++r)
+        sums[r][c] = multiply_add(sums[r][c], weights[r * (kTile / kNumbersOf<Element>) + j], columns);
     }
   for (int r = 0; r < Rows; ++r)
     for (int c = 0; c < Chunks; ++c) store(out + r * dim + kLanes * c, sums[r][c]);
 }
 
-template <int Rows>
-inline void mix(float* out, int64_t dim, const float* weights, const float* factors, int count, const float* values) {
+template <int Rows, typename Element>
+inline void mix(float* out, int64_t dim, const Element* weights, const float* factors, int count,
+                const Element* values) {
   constexpr int kChunks = kLanes == 16 || Rows <= 3 ? 4 : 2;  // What the registers hold.
   int64_t d = 0;
   for (; d + kLanes * kChunks <= dim; d += kLanes * kChunks)
@@ -324,7 +379,8 @@ inline void mix(float* out, int64_t dim, const float* weights, const float* fact
   for (; d < dim; ++d)
     for (int r = 0; r < Rows; ++r) {
       float sum = out[r * dim + d] * factors[r];
-      for (int j = 0; j < count; ++j) sum += weights[r * kTile + j] * values[j * dim + d];
+      for (int j = 0; j < count; ++j)
+        sum += product_of(weights[r * (kTile / kNumbersOf<Element>) + j], values[j * dim + d]);
       out[r * dim + d] = sum;
     }
 }
@@ -332,23 +388,29 @@ inline void mix(float* out, int64_t dim, const float* weights, const float* fact
 // Attends any number of rows up to kMaxRows to any number of keys.
 template <typename T>
 void attend_many(const Cache<T>& cache, const Pass& pass, const float* queries, Scratch& scratch, Partial partial) {
-  const int64_t dim = cache.head_dim;
+  using Element = typename TileOf<T>::Element;
+  constexpr int64_t kNumbers = kNumbersOf<Element>;
+  const int64_t dim = cache.head_dim, width = dim / kNumbers;
   scratch.scores.resize(kMaxRows * kTile);
-  scratch.keys.resize(dim * kTile);
-  scratch.values.resize(kTile * dim);
+  scratch.tiles.require((2 * kTile * dim + kMaxRows * (dim + kTile)) / kNumbers);
+  Element* keys = reinterpret_cast<Element*>(scratch.tiles.data());
+  Element *values = keys + kTile * width, *own = values + kTile * width, *weights = own + kMaxRows * width;
   float* scores = scratch.scores.data();
+  to_elements(queries, pass.rows * dim, own);
   for (int64_t first = pass.start; first < pass.end; first += kTile) {
     const int count = int(std::min<int64_t>(kTile, pass.end - first));
     find_rows(cache, pass, first, first + count, scratch.rows);
-    load_keys_transposed(cache, scratch.rows.data(), count, scratch.keys.data());
-    load_values(cache, scratch.rows.data(), count, scratch.values.data());
-    score_many(queries, scratch.keys.data(), dim, pass.rows, scores, count);
+    load_keys_transposed(cache, scratch.rows.data(), count, keys);
+    load_values(cache, scratch.rows.data(), count, values);
+    score_many(own, keys, width, pass.rows, scores, count);
     float factors[kMaxRows];
     for (int r = 0; r < pass.rows; ++r)
       factors[r] = weigh(scores + r * kTile, pass.seen_from(r, first), pass.seen_to(r, first, count), kTile,
                          partial.peak[r], partial.total[r]);
+    to_elements(scores, pass.rows * kTile, weights);
     by_rows(pass.rows, [&](auto n, int r) {
-      mix<n>(partial.out + r * dim, dim, scores + r * kTile, factors + r, count, scratch.values.data());
+      mix<n>(partial.out + r * dim, dim, weights + r * (kTile / kNumbers), factors + r,
+             int((count + kNumbers - 1) / kNumbers), values);
     });
   }
 }
@@ -360,7 +422,7 @@ void attend(const Cache<T>& cache, const Pass& pass, const float* queries, Scrat
   std::fill(partial.out, partial.out + rows * cache.head_dim, 0.0f);
   std::fill(partial.peak, partial.peak + rows, kLowest);
   std::fill(partial.total, partial.total + rows, 0.0f);
-  if (pass.rows > kFewRows)
+  if (pass.are_many)
     attend_many(cache, pass, queries, scratch, partial);
   else if (cache.head_dim == 64)  // The compiler makes better code for a known number.
     attend_few(cache, std::integral_constant<int64_t, 64>{}, pass, queries, scratch, partial);

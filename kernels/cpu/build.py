@@ -32,12 +32,17 @@ def build_library(cache_dir: Path, on_compile: Callable[[], None]) -> Path:
     Two processes that compile at once do so each for itself; the last one's file stays, complete either way.
     """
     compiler = find_compiler()
-    library = cache_dir / f"cpu-operations-{_fingerprint(compiler)}.so"
+    library = library_path(compiler, cache_dir)
     if not library.exists():
         on_compile()
         cache_dir.mkdir(parents=True, exist_ok=True)
         _compile(compiler, library)
     return library
+
+
+def library_path(compiler: str, cache_dir: Path) -> Path:
+    """Where the operations are kept that this compiler makes for this machine, whether they are there or not."""
+    return cache_dir / f"cpu-operations-{_fingerprint(compiler)}.so"
 
 
 def find_compiler() -> str:

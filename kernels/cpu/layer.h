@@ -19,7 +19,9 @@ constexpr int64_t kBlockOfRows = 32;  // Rows whose activations stay in the firs
 constexpr int64_t kWorth = 16384;
 
 // A matrix, whose outputs come in whole tiles: rows of `stride()` numbers.
-inline int64_t stride(const Matrix& matrix) { return num_tiles(matrix) * kChannels; }
+inline int64_t stride(const Matrix& matrix) {
+  return std::visit([](const auto& m) { return m.tiles * m.kWidth; }, matrix);
+}
 
 // y = x W^T. Each thread has its own tiles, and walks through the rows in blocks.
 template <typename Threads>
@@ -35,8 +37,8 @@ void product(Threads threads, const Matrix& matrix, const float* x, int64_t rows
         threads.share(m.tiles, grain, [&](int64_t begin, int64_t end) {
           for (int64_t block = 0; block < rows; block += kBlockOfRows)
             for (int64_t tile = begin; tile < end; ++tile)
-              m.multiply(rounded, block, std::min(rows, block + kBlockOfRows), tile, y + tile * kChannels,
-                         m.tiles * kChannels);
+              m.multiply(rounded, block, std::min(rows, block + kBlockOfRows), tile, y + tile * m.kWidth,
+                         m.tiles * m.kWidth);
         });
       },
       matrix);

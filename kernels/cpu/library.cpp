@@ -12,6 +12,7 @@
 #include "draw.h"
 #include "elementwise.h"
 #include "layer.h"
+#include "paged_attention.h"
 #include "pool.h"
 
 namespace servekit {
@@ -37,109 +38,17 @@ void with_cache(const Tensor& keys, const Tensor& values, F f) {
 
 // --- Attention ------------------------------------------------------------------------------------------------------
 
-// A pass over one part of one request's context for some of its queries and key heads.
-struct Task {
-  int64_t request, first_head, num_heads, first_query, num_queries, start, end, part, num_parts, row;
-};
-
-struct Batch {
-  const int32_t *query_start, *context_lens, *tables;
-  int64_t num_requests, max_blocks;
-
-  int64_t queries(int64_t request) const { return query_start[request + 1] - query_start[request]; }
-};
-
-struct Tasks {
-  std::vector<Task> all;  // Parts of one context follow each other.
-  int64_t num_rows = 0;
-  bool have_parts = false;
-};
-
-// Rows of several heads that one task computes where there are tasks enough for all threads.
-constexpr int64_t kRowsOfHeads = 16;
-
-Tasks plan_tasks(const Batch& batch, int64_t num_kv_heads, int64_t heads_per_kv, int64_t window) {
-  Tasks tasks;
-  const int64_t most_queries = std::max<int64_t>(1, kMaxRows / heads_per_kv);
-  const bool are_many = batch.num_requests >= 4 * pool()->num_threads();
-  for (int64_t request = 0; request < batch.num_requests; ++request) {
-    const int64_t queries = batch.queries(request), context = batch.context_lens[request];
-    for (int64_t first = 0; first < queries; first += most_queries) {
-      const int64_t count = std::min(most_queries, queries - first), rows = count * heads_per_kv;
-      const int64_t most_heads = are_many && rows <= kFewRows ? kRowsOfHeads / rows : 1;
-      const int64_t end = context - queries + first + count;
-      const int64_t seen_from = std::max<int64_t>(0, end - count - window + 1), begin = seen_from / kPart * kPart;
-      const int64_t parts = (end - begin + kPart - 1) / kPart;
-      tasks.have_parts |= parts > 1;
-      for (int64_t head = 0; head < num_kv_heads; head += most_heads)
-        for (int64_t part = 0; part < parts; ++part) {
-          const int64_t heads = std::min(most_heads, num_kv_heads - head), start = begin + part * kPart;
-          tasks.all.push_back({request, head, heads, first, count, std::max(seen_from, start),
-                               std::min(end, start + kPart), part, parts, tasks.num_rows});
-          tasks.num_rows += heads * rows;
-        }
-    }
-  }
-  return tasks;
-}
-
-template <typename T>
-void run_tasks(const Tasks& tasks, const Batch& batch, const Cache<T>& cache, const float* q, float* out,
-               int64_t num_heads, double scale, int64_t window) {
-  const int64_t dim = cache.head_dim, group = num_heads / cache.num_kv_heads;
-  const auto memory = std::make_unique_for_overwrite<float[]>(tasks.num_rows * (dim + 2));
-  auto partial = [&](const Task& task) {
-    float* totals = memory.get() + tasks.num_rows * dim;
-    return Partial{memory.get() + task.row * dim, totals + tasks.num_rows + task.row, totals + task.row};
-  };
-  auto offset = [&](const Task& task, int64_t row) {
-    const int64_t rows = task.num_queries * group, head = task.first_head + row / rows;
-    const int64_t token = batch.query_start[task.request] + task.first_query + row % rows / group;
-    return (token * num_heads + head * group + row % group) * dim;
-  };
-  auto finish = [&](const Task& task) {
-    const int64_t rows = task.num_heads * task.num_queries * group;
-    const Partial first = partial(task);
-    for (int64_t r = 0; r < rows; ++r)
-      merge({first.out + r * dim, first.peak + r, first.total + r}, task.num_parts, rows, dim, out + offset(task, r));
-  };
-  parallel_for(int64_t(tasks.all.size()), 1, [&](int64_t begin, int64_t end) {
-    Scratch scratch;
-    std::vector<float> queries(kMaxRows * dim);
-    int64_t positions[kMaxRows];
-    for (int64_t index = begin; index < end; ++index) {
-      const Task& task = tasks.all[index];
-      const int rows = int(task.num_queries * group);
-      const int64_t first_position =
-          batch.context_lens[task.request] - batch.queries(task.request) + task.first_query;
-      for (int r = 0; r < rows; ++r) positions[r] = first_position + r / group;
-      for (int64_t r = 0; r < task.num_heads * rows; ++r) {
-        const float* query = q + offset(task, r);
-        for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = query[d] * float(scale);
-      }
-      const int32_t* table = batch.tables + task.request * batch.max_blocks;
-      attend(cache, {table, task.first_head, task.num_heads, task.start, task.end, window, positions, rows},
-             queries.data(), scratch, partial(task));
-      if (task.num_parts == 1) finish(task);
-    }
-  });
-  if (!tasks.have_parts) return;
-  parallel_for(int64_t(tasks.all.size()), 16, [&](int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; ++index)
-      if (tasks.all[index].part == 0 && tasks.all[index].num_parts > 1) finish(tasks.all[index]);
-  });
-}
-
 Tensor paged_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& query_start,
                        const Tensor& context_lens, const Tensor& tables, double scale, int64_t window) {
   TORCH_CHECK(is_floats(q), "paged_attention: layout");
   TORCH_CHECK(q.size(1) / keys.size(1) <= kMaxRows, "paged_attention: too many query heads share a key head");
   Tensor out = at::empty_like(q);
   const Batch batch{query_start.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
-                    tables.const_data_ptr<int32_t>(), context_lens.size(0), tables.size(1)};
-  const auto tasks = plan_tasks(batch, keys.size(1), q.size(1) / keys.size(1), window);
-  with_cache(keys, values, [&](const auto& cache) {
-    run_tasks(tasks, batch, cache, q.const_data_ptr<float>(), out.mutable_data_ptr<float>(), q.size(1), scale, window);
+                    tables.const_data_ptr<int32_t>(), context_lens.size(0), tables.size(1), keys.size(2)};
+  with_cache(keys, values, [&]<typename T>(const Cache<T>& cache) {
+    Attention<T>(batch, cache, q.const_data_ptr<float>(), out.mutable_data_ptr<float>(), q.size(1), float(scale),
+                 window)
+        .run();
   });
   return out;
 }
@@ -219,8 +128,8 @@ Matrix matrix_of(const Tensor& packed, const Tensor& scales) {
   const int64_t tiles = packed.size(0);
   if (scales.numel() == 0)
     return Matrix4{static_cast<const Group4*>(packed.const_data_ptr()), tiles, packed.size(1) * kGroup};
-  const int64_t k = packed.size(1) / kChannels;
-  return Matrix8{packed.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), tiles, k, k / scales.size(1)};
+  const int64_t k = packed.size(1) / kChannels8;
+  return Matrix8{packed.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), tiles, k, k / scales.size(1)};
 }
 
 Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& scales, int64_t n) {

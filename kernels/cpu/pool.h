@@ -124,16 +124,15 @@ void parallel_for(int64_t count, int64_t grain, F f) {
     f(int64_t(0), count);
     return;
   }
-  const int64_t parts_wanted = parts_each * threads.num_threads();
-  const int64_t part = (count + parts_wanted - 1) / parts_wanted, parts = (count + part - 1) / part;
+  const int64_t parts = parts_each * threads.num_threads();
   struct Loop {
     F& f;
-    int64_t count, part;
-  } loop{f, count, part};
+    int64_t count, parts;
+  } loop{f, count, parts};
   threads.share(
       [](void* context, int64_t index) {
         auto* self = static_cast<Loop*>(context);
-        self->f(index * self->part, std::min(self->count, (index + 1) * self->part));
+        self->f(self->count * index / self->parts, self->count * (index + 1) / self->parts);
       },
       &loop, uint32_t(parts));
 }

@@ -1,13 +1,19 @@
 // Vectors of floats on any processor: GCC's and Clang's vector types become AVX-512, AVX2, NEON or what -march says.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <type_traits>
 
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
+
+// Inner loops that need all registers: inlined, they would share them with their callers' values.
+#define SERVEKIT_APART [[gnu::noinline]] static
 
 namespace servekit {
 
@@ -27,6 +33,9 @@ typedef uint32_t uints __attribute__((vector_size(4 * kLanes)));
 struct bf16 {
   uint16_t bits;
 };
+
+// Two of them, the first in the lower half.
+enum class bf16_pair : uint32_t {};
 
 inline float to_float(float x) { return x; }
 
@@ -54,22 +63,31 @@ inline floats load(const float* p) {
   return v;
 }
 
+inline uints load(const bf16_pair* p) {
+  uints v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
 inline void store(float* p, floats v) { std::memcpy(p, &v, sizeof(v)); }
 
 inline floats splat(float x) { return x - floats{}; }
 
 inline floats max(floats a, floats b) { return a > b ? a : b; }
 
-inline floats magnitude(floats v) { return max(v, -v); }
+inline ints max(ints a, ints b) { return a > b ? a : b; }
+
+// Without their signs, floats are in the order of their bits; infinity and NaN come last.
+inline ints magnitude_bits(floats v) { return (ints)v & 0x7fffffff; }
 
 // The nearest integers of numbers below 2^22, ties to even.
 inline ints rounded(floats v) { return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, ints); }
 
 // f over all lanes, halves first.
-template <typename F>
-inline float reduce(floats v, F f) {
-  float lanes[kLanes];
-  store(lanes, v);
+template <typename T, typename Vector, typename F>
+inline T reduce(Vector v, F f) {
+  T lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof(v));
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] = f(lanes[i], lanes[i + width]);
   return lanes[0];
@@ -78,12 +96,16 @@ inline float reduce(floats v, F f) {
 #if defined(__AVX512F__)
 inline float sum_of(floats v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float largest_of(floats v) { return _mm512_reduce_max_ps((__m512)v); }
+inline int32_t sum_of(ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
+inline int32_t largest_of(ints v) { return _mm512_reduce_max_epi32((__m512i)v); }
 #else
-inline float sum_of(floats v) {
-  return reduce(v, [](float a, float b) { return a + b; });
-}
+inline float sum_of(floats v) { return reduce<float>(v, std::plus<>{}); }
 inline float largest_of(floats v) {
-  return reduce(v, [](float a, float b) { return a > b ? a : b; });
+  return reduce<float>(v, [](float a, float b) { return a > b ? a : b; });
+}
+inline int32_t sum_of(ints v) { return reduce<int32_t>(v, std::plus<>{}); }
+inline int32_t largest_of(ints v) {
+  return reduce<int32_t>(v, [](int32_t a, int32_t b) { return a > b ? a : b; });
 }
 #endif
 
@@ -183,21 +205,51 @@ inline floats exponential(floats x) {
 
 // --- Eight floats, whatever the processor ---------------------------------------------------------------------------
 
-inline f32x8 load8(const float* p) {
+// Elements i .. i + 7 of a row whose numbers become floats, or stay pairs of bf16, which count as one element.
+template <typename Element, typename T>
+inline f32x8 load8(const T* row, int64_t i) {
   f32x8 v;
-  std::memcpy(&v, p, 32);
+  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Element, float>) {
+    typedef uint16_t u16x8 __attribute__((vector_size(16)));
+    typedef uint32_t u32x8 __attribute__((vector_size(32)));
+    u16x8 halves;
+    std::memcpy(&halves, row + i, sizeof(halves));
+    v = (f32x8)(__builtin_convertvector(halves, u32x8) << 16);
+  } else {
+    std::memcpy(&v, reinterpret_cast<const Element*>(row) + i, sizeof(v));
+  }
   return v;
 }
 
-inline f32x8 load8(const bf16* p) {
-  typedef uint16_t u16x8 __attribute__((vector_size(16)));
-  typedef uint32_t u32x8 __attribute__((vector_size(32)));
-  u16x8 halves;
-  std::memcpy(&halves, p, 16);
-  return (f32x8)(__builtin_convertvector(halves, u32x8) << 16);
+template <typename Element, typename T>
+inline Element element(const T* row, int64_t i) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return to_float(row[i]);
+  } else {
+    return bf16_pair(row[2 * i].bits | uint32_t(row[2 * i + 1].bits) << 16);
+  }
 }
 
-inline void store8(float* p, f32x8 v) { std::memcpy(p, &v, 32); }
+inline void to_elements(const float* x, int64_t count, float* elements) { std::copy(x, x + count, elements); }
+
+#if defined(__AVX512BF16__)
+inline void to_elements(const float* x, int64_t count, bf16_pair* pairs) {
+  bf16* numbers = reinterpret_cast<bf16*>(pairs);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)load(x + i));
+    std::memcpy(numbers + i, &narrow, sizeof(narrow));
+  }
+  for (; i < count; ++i) numbers[i] = to_bf16(x[i]);
+}
+#endif
+
+inline float product_of(float a, float b) { return a * b; }
+
+inline float product_of(bf16_pair a, bf16_pair b) {
+  auto half = [](bf16_pair pair, int shift) { return to_float(bf16{uint16_t(uint32_t(pair) >> shift)}); };
+  return half(a, 0) * half(b, 0) + half(a, 16) * half(b, 16);
+}
 
 // Eight rows of eight become eight columns.
 inline void transpose8(f32x8* v) {
