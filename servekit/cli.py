@@ -111,6 +111,14 @@ def _plan(words: Sequence[str]) -> int:
     return _print(render(composed))
 
 
+def _doctor(words: Sequence[str]) -> int:
+    composed = _compose(ROOTS["serve"](), words)
+    from servekit.doctor.command import run
+    from servekit.model.source import default_cache_dir
+
+    return run(composed, default_cache_dir(os.environ))
+
+
 def _config(words: Sequence[str]) -> int:
     formats = [word for word in words if word in FORMATS]
     settings = [word for word in words if word not in FORMATS]
@@ -158,6 +166,9 @@ COMMANDS: Mapping[str, Command] = {
                     "Say how many GPUs a load needs, and which limit decides it.", _plan),
     "config": Command(f"servekit config [serve|bench|simulate|plan] {SETTINGS_USAGE} [--yaml | --json]",
                       "Print the resolved configuration and where each value came from.", _config),
+    "doctor": Command(f"servekit doctor {SETTINGS_USAGE}",
+                      "Say what this machine can do, what it lacks and how to get it.",
+                      _doctor, "servekit.doctor.guide"),
     "completion": Command(f"servekit completion {'|'.join(SCRIPTS)}",
                           "Print a completion script for a shell.", _completion),
     "help": Command("servekit help [COMMAND]", "Print this, or what a command takes.", _help),

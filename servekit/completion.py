@@ -73,9 +73,9 @@ def _possible(words: list[str], current: str, commands: Iterable[str],
             yield from () if rest else roots
             yield from ("--json", "--yaml")
             yield from _settings(roots[name](), current)
-        case [name, *_] if name in roots:
+        case [name, *_] if name in roots or name == "doctor":
             yield "--help"
-            yield from _settings(roots[name](), current)
+            yield from _settings(roots["serve" if name == "doctor" else name](), current)
 
 
 def _settings(root: Root[Any], current: str) -> Iterator[str]:

@@ -197,7 +197,7 @@ def test_help_of_a_command_lists_every_key_with_default_and_docstring(root: Root
     assert max(map(len, with_flag.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("command", ["config", "completion"])
+@pytest.mark.parametrize("command", ["config", "completion", "doctor"])
 def test_help_of_other_commands_shows_their_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert COMMANDS[command].usage in capsys.readouterr().out
@@ -242,6 +242,7 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     ("servekit serve server.dev_endpoints=", {"server.dev_endpoints=true", "server.dev_endpoints=false"}),
     ("servekit bench arr", {"arrival.", "arrival="}),
     ("servekit config b", {"bench"}),
+    ("servekit doctor engine.device=c", {"engine.device=cpu", "engine.device=cuda"}),
     ("servekit config bench arrival=p", {"arrival=poisson"}),
     ("servekit config --", {"--json", "--yaml"}),
     ("servekit serve model.source=/", set()),

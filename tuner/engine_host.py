@@ -91,6 +91,8 @@ class EngineHost:
 
     async def end_run(self, is_disturbed: bool) -> None:
         """Tell of its steps, and empty the engine. Raises EngineFailed."""
+        if self._client is None:
+            return  # The tuning was interrupted, and the engine stopped.
         if self._up.state is not EngineState.ready:
             raise EngineFailed(Ending.crashed, "the engine process ended under load")
         if not is_disturbed:

@@ -31,9 +31,10 @@ class Tuned:
     def launch(self, grid: Grid, first: Tensor, *others: Any, **constants: Any) -> None:
         """Run on the GPU that holds the first argument.
 
-        On a CPU, where Triton interprets the kernel, nothing can be timed: the first configuration serves there.
+        On a CPU, where Triton interprets the kernel, nothing can be timed: the first configuration serves there, as
+        does a single one everywhere.
         """
-        if first.is_cuda:
+        if first.is_cuda and len(self.configs) > 1:
             self._timed[grid](first, *others, **constants, **_OPTIONS)
         else:
             self._kernel[grid](first, *others, **constants, **self.configs[0].all_kwargs(), **_OPTIONS)

@@ -147,7 +147,9 @@ class EngineConfig:
     kernels: KernelSet = KernelSet.auto
     """Implementation of the operations; `auto` is C++ on a CPU in float32, Triton on a GPU, else the reference."""
     threads: int | None = None
-    """Compute threads on a CPU; null takes the cores that this process may use."""
+    """Compute threads of each process on a CPU; null divides the cores that may be used."""
+    tensor_parallel: int = 1
+    """Processes that share the model, each with a part of every layer: on a GPU of its own, or on the CPU."""
     restart: RestartPolicy = RestartPolicy.on_failure
     """What happens when the engine process dies."""
     max_restarts: int = 3
@@ -169,6 +171,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least("engine.threads", self.threads, 1, None)
+        at_least("engine.tensor_parallel", self.tensor_parallel, 1, 1)
         at_least("engine.max_restarts", self.max_restarts, 0, 3)
         at_least("engine.restart_window_s", self.restart_window_s, 1, 300)
         at_least("engine.heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 30)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from servekit.config.resolve import as_dict
 from servekit.config.schema import Config, Device, DType, EngineConfig, KernelSet
 from servekit.core.build import build_scheduler
 from servekit.engine.engine import Engine
-from servekit.engine.execution import resolve_execution
+from servekit.engine.execution import Execution, resolve_execution
 from servekit.engine.messages import EngineFacts
 from servekit.engine.pipeline import Lockstep, Overlapped
 from servekit.engine.resolve import Resolved, resolve
@@ -27,15 +28,18 @@ from servekit.kernels.cpu.build import CompilationError, NoCompilerError
 from servekit.model.decoder import Decoder
 from servekit.model.loader import load_decoder, load_spec
 from servekit.model.local import LocalModel
+from servekit.model.sharding import Shard, shard_spec
 from servekit.model.spec import ModelSpec
-from servekit.runner.device import DeviceFacts, find_device
+from servekit.runner.device import DeviceFacts, find_device, use_gpu
 from servekit.runner.graphs import CudaCapturer, DecodeGraphs, GraphInputs, GraphSizes, graph_bytes
-from servekit.runner.inputs import StepInputs
+from servekit.runner.group import ONE_RANK, Group, ProcessGroup
+from servekit.runner.inputs import SharedStep, StepInputs
 from servekit.runner.kv_tensors import KVTensors, allocate_host_kv, allocate_kv
 from servekit.runner.memory import Formats, MemoryPlan, plan_memory
 from servekit.runner.profile import cuda_peak_bytes, measure_activation_bytes
 from servekit.runner.queue import work_queue
-from servekit.runner.runner import Runner
+from servekit.runner.runner import OtherRanks, Runner
+from servekit.runner.workers import RankOrder, Workers
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +63,9 @@ class LoadedModel:
     kernels: Kernels
     resolved: Resolved
     decoder: Decoder
+    """This rank's part of the model, where it is divided."""
     load_s: float
+    group: Group = ONE_RANK
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class BuiltEngine:
     engine: Engine
     facts: EngineFacts
     model: LoadedModel
+    workers: Workers | None
+    """The other ranks' processes, where the model is divided."""
 
 
 def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress: OnProgress) -> BuiltEngine:
@@ -82,38 +90,110 @@ def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress
 
     Raises ConfigError for a setting that does not fit the model or the device, ModelFileError for the files.
     """
+    found = _find(config, local, cache_dir, on_progress)
+    workers = (Workers(config, local, cache_dir, found.device.torch_device) if config.engine.tensor_parallel > 1
+               else None)
+    model = _load(config, local, found, ONE_RANK if workers is None else workers.group, on_progress)
+    return assemble(config, model, workers, on_progress)
+
+
+def assemble(config: Config, model: LoadedModel, workers: Workers | None = None,
+             on_progress: OnProgress = lambda *_: None) -> BuiltEngine:
+    """An engine around a loaded model: KV cache, scheduler, runner with its CUDA graphs. Raises ConfigError."""
+    if workers is not None:
+        workers.assemble(config)
+    execution, memory, runner = _equip(config, model, workers, on_progress)
+    scheduler = build_scheduler(config.scheduler, memory.num_kv_blocks, config.memory.block_size_tokens,
+                                memory.max_model_len, memory.num_host_blocks)
+    facts = _facts(model.local, model.spec.vocab_size, config, model.device, model.resolved, memory, model.load_s,
+                   execution.notes)
+    pipeline = Overlapped(runner) if execution.overlap else Lockstep(runner)
+    return BuiltEngine(Engine(scheduler, pipeline, log=_step_log(config, memory)), facts, model, workers)
+
+
+class FollowingRank:
+    """A rank of a divided model beside the first one: a runner without a scheduler."""
+
+    def __init__(self, order: RankOrder) -> None:
+        """Meet the others and load this rank's part of the model. Raises ConfigError, ModelFileError, RankLost."""
+        config, device = order.config, torch.device(order.device)
+        if device.type == "cuda":
+            use_gpu(order.rank)
+        group = ProcessGroup(order.rank, config.engine.tensor_parallel, device, order.meeting_file,
+                             config.engine.startup_timeout_s)
+        self._model = _load(config, order.local, _find(config, order.local, order.cache_dir), group)
+        self._runner: Runner | None = None
+
+    def assemble(self, config: Config) -> None:
+        """Do what the first rank does to change its settings. Raises ConfigError where it is refused too."""
+        self._runner = None  # Its cache goes before the new one comes: they may not fit side by side.
+        self._runner = _equip(config, self._model).runner
+
+    def follow(self, step: SharedStep) -> None:
+        """Do this rank's part of a step."""
+        assert self._runner is not None, "a step before there is a cache"
+        self._runner.follow(step)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What model, machine and settings come to before anything is loaded."""
+
+    spec: ModelSpec
+    device: DeviceFacts
+    kernels: Kernels
+    resolved: Resolved
+
+
+def _find(config: Config, local: LocalModel, cache_dir: Path, on_progress: OnProgress = lambda *_: None) -> _Found:
     spec = load_spec(local)
     device = find_device(config.engine.device)
     kernels = _load_kernels(config, resolve(config, spec, device), device, cache_dir, on_progress)
     resolved = resolve(config, spec, device, KernelSet(kernels.name))
-    _plan(config, spec, device, resolved)  # What cannot fit is refused before anything is loaded.
+    resolve_memory(config, spec, device, resolved)  # What cannot fit is refused before anything is loaded.
+    return _Found(spec, device, kernels, resolved)
+
+
+def _load(config: Config, local: LocalModel, found: _Found, group: Group, on_progress: OnProgress = lambda *_: None
+          ) -> LoadedModel:
+    spec, resolved, device = found.spec, found.resolved, _agreed(found.device, group)
     torch.set_num_threads(resolved.threads)
     started = time.monotonic()
-    decoder = load_decoder(local, spec, _TORCH_DTYPES[resolved.dtype], device.torch_device, kernels,
+    decoder = load_decoder(local, spec, _TORCH_DTYPES[resolved.dtype], device.torch_device, found.kernels,
                            config.model.max_model_len or spec.max_context_tokens,
                            lambda done, total: on_progress("weights", done, total, "B"), resolved.quantization,
-                           config.model.quantization_report)
-    return assemble(config, LoadedModel(config, local, spec, device, kernels, resolved, decoder,
-                                        time.monotonic() - started), on_progress)
+                           config.model.quantization_report,
+                           Shard(group.rank, group.size, group.add_up) if group.size > 1 else None)
+    return LoadedModel(config, local, spec, device, found.kernels, resolved, decoder, time.monotonic() - started, group)
 
 
-def assemble(config: Config, model: LoadedModel, on_progress: OnProgress = lambda *_: None) -> BuiltEngine:
-    """An engine around a loaded model: KV cache, scheduler, runner with its CUDA graphs. Raises ConfigError."""
+def _agreed(device: DeviceFacts, group: Group) -> DeviceFacts:
+    """The same for all ranks, so that all plan the same KV blocks: what the fullest of their devices has free."""
+    return replace(device, total_bytes=group.smallest(device.total_bytes), free_bytes=group.smallest(device.free_bytes),
+                   host_free_bytes=group.smallest(device.host_free_bytes))
+
+
+class _Equipped(NamedTuple):
+    execution: Execution
+    memory: MemoryPlan
+    runner: Runner
+
+
+def _equip(config: Config, model: LoadedModel, others: OtherRanks | None = None,
+           on_progress: OnProgress = lambda *_: None) -> _Equipped:
+    """What every rank has around its part of the model. Raises ConfigError, on all ranks alike."""
     _check_same_model(config, model.config)
     execution = resolve_execution(config, model.device, model.resolved.kernels)
-    memory = _plan(config, model.spec, model.device, model.resolved, _profile(config, model))
-    scheduler = build_scheduler(config.scheduler, memory.num_kv_blocks, config.memory.block_size_tokens,
-                                memory.max_model_len, memory.num_host_blocks)
-    kv = allocate_kv(model.spec, memory.num_kv_blocks, config.memory.block_size_tokens,
-                     _TORCH_DTYPES[model.resolved.kv_dtype], model.device.torch_device)
+    memory = resolve_memory(config, model.spec, model.device, model.resolved, _profile(config, model))
+    device = model.device.torch_device
+    kv = allocate_kv(model.decoder.spec, memory.num_kv_blocks, config.memory.block_size_tokens,
+                     _TORCH_DTYPES[model.resolved.kv_dtype], device)
     graphs = _capture(execution.graph_sizes, config, model, memory, kv, on_progress) if execution.graph_sizes else None
+    queue = work_queue(device, execution.overlap)
     runner = Runner(model.decoder, kv, allocate_host_kv(kv, memory.num_host_blocks), model.kernels,
-                    config.memory.block_size_tokens, model.device.torch_device,
-                    work_queue(model.device.torch_device, execution.overlap), graphs)
-    facts = _facts(model.local, model.spec.vocab_size, config, model.device, model.resolved, memory, model.load_s,
-                   execution.notes)
-    pipeline = Overlapped(runner) if execution.overlap else Lockstep(runner)
-    return BuiltEngine(Engine(scheduler, pipeline, log=_step_log(config, memory)), facts, model)
+                    config.memory.block_size_tokens, device, queue if others is None else others.watched(queue), graphs,
+                    model.group, others)
+    return _Equipped(execution, memory, runner)
 
 
 @torch.inference_mode()
@@ -137,6 +217,12 @@ class ReconfigurableEngine:
         self._config = config
         self._built: BuiltEngine | None = built
         self._model = built.model
+        self._workers = built.workers
+
+    def check(self) -> None:
+        """Raise RankLost if a rank of the model has ended."""
+        if self._workers is not None:
+            self._workers.check()
 
     @property
     def engine(self) -> Engine:
@@ -153,16 +239,19 @@ class ReconfigurableEngine:
                 "wait until they have ended")
         self._built = None  # Its cache goes before the new one comes: they may not fit side by side.
         try:
-            self._built = assemble(config, self._model)
+            self._built = assemble(config, self._model, self._workers)
             self._config = config
         finally:
             if self._built is None:
-                self._built = assemble(self._config, self._model)
+                self._built = assemble(self._config, self._model, self._workers)
         return self._built.facts
 
 
-def _plan(config: Config, spec: ModelSpec, device: DeviceFacts, resolved: Resolved,
-          measured_activation_bytes: int | None = None) -> MemoryPlan:
+def resolve_memory(config: Config, spec: ModelSpec, device: DeviceFacts, resolved: Resolved,
+                   measured_activation_bytes: int | None = None) -> MemoryPlan:
+    """The memory plan of a resolved configuration, of one rank; see `plan_memory`. Raises ConfigError."""
+    ranks = config.engine.tensor_parallel
+    spec, device = shard_spec(spec, ranks), device.shared_by(ranks)
     formats = Formats(resolved.quantization, resolved.kernels, _TORCH_DTYPES[resolved.dtype].itemsize,
                       _TORCH_DTYPES[resolved.kv_dtype].itemsize)
     graphs = graph_bytes(spec, resolve_execution(config, device, resolved.kernels).graph_sizes,
@@ -176,9 +265,11 @@ def _profile(config: Config, model: LoadedModel) -> int | None:
     if model.device.kind is not Device.cuda:
         return None
     scheduler, max_len = config.scheduler, config.model.max_model_len or model.spec.max_context_tokens
-    return measure_activation_bytes(model.decoder, scheduler.max_step_tokens, scheduler.max_num_seqs,
-                                    config.memory.block_size_tokens, max_len, _TORCH_DTYPES[model.resolved.kv_dtype],
-                                    model.device.torch_device, cuda_peak_bytes)
+    measured = measure_activation_bytes(model.decoder, scheduler.max_step_tokens, scheduler.max_num_seqs,
+                                        config.memory.block_size_tokens, max_len,
+                                        _TORCH_DTYPES[model.resolved.kv_dtype], model.device.torch_device,
+                                        cuda_peak_bytes)
+    return -model.group.smallest(-measured)
 
 
 def _check_same_model(config: Config, loaded: Config) -> None:

@@ -57,6 +57,9 @@ class EngineHost(Protocol):
     def reconfigure(self, config: Config) -> EngineFacts:
         """Put a new engine in place of one without requests. Raises ConfigError, with the old one in place."""
 
+    def check(self) -> None:
+        """Raise RankLost if a process that the engine needs has ended."""
+
 
 class EngineProcess:
     """One engine and its end of the wire."""
@@ -78,6 +81,7 @@ class EngineProcess:
             was_working = engine.has_work
             idle_s = engine.idle_s()
             self._take_inbox(host, wait_s=self._heartbeat_s if idle_s is None else min(idle_s, self._heartbeat_s))
+            host.check()
             engine = host.engine
             output = engine.step() if engine.has_work else StepOutput((), engine.stats())
             self.send(output)
@@ -136,17 +140,22 @@ def _run(process: EngineProcess, order: StartOrder) -> int:
     process.send(Loading("torch", 0, 1, ""))
     # torch takes seconds to import; until here the process has not needed it.
     from servekit.engine.build import ReconfigurableEngine, build_engine
+    from servekit.runner.group import RankLost
 
     try:
         built = build_engine(order.config, order.local, order.cache_dir, _ProgressSender(process))
     except ConfigError as error:
         process.send(StartFailed(str(error), (error.key, show(error.value), error.limit, error.remedy)))
         return 1
-    except (ModelFileError, MemoryError) as error:
+    except (ModelFileError, MemoryError, RankLost) as error:
         process.send(StartFailed(str(error)))
         return 1
     process.send(Ready(built.facts))
-    process.serve(ReconfigurableEngine(order.config, built))
+    try:
+        process.serve(ReconfigurableEngine(order.config, built))
+    except RankLost as error:
+        print(f"servekit: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

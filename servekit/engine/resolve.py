@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from servekit.config.errors import ConfigError, require
 from servekit.config.schema import Config, Device, DType, KernelSet, Quantization
+from servekit.model.sharding import require_divisible
 from servekit.model.spec import ModelSpec
 from servekit.runner.device import FIRST_WITH_FP8, DeviceFacts
 
@@ -14,6 +15,10 @@ _STORED_INTEGERS = {"Q8_0": Quantization.int8, "Q4_0": Quantization.int4, "Q4_1"
 
 _MOST_HEADS_PER_KEY_HEAD = {KernelSet.cpu: 48, KernelSet.triton: 32}
 """Query rows that one pass of the attention holds (kernels/cpu/attention.h and kernels/triton/attention_prefill.py)."""
+
+
+_SAID_OF_RANKS = ("engine.tensor_parallel: {} processes (bytes and threads are those of each; layers are computed "
+                  "operation by operation)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,9 @@ def resolve(config: Config, spec: ModelSpec, device: DeviceFacts, available: Ker
     kernels = _kernels(config, spec, device, dtype, available, notes)
     quantization = _quantization(config, spec, device, kernels, notes)
     kv_dtype = _kv_dtype(config, kernels, quantization, dtype, notes)
+    if config.engine.tensor_parallel > 1:
+        _check_ranks(config, spec, device, quantization)
+        notes.append(_SAID_OF_RANKS.format(config.engine.tensor_parallel))
     return Resolved(dtype, kv_dtype, quantization, kernels, _threads(config, device, notes), tuple(notes))
 
 
@@ -103,6 +111,18 @@ def _as_stored(spec: ModelSpec, kernels: KernelSet, notes: list[str]) -> Quantiz
     return quantization
 
 
+def _check_ranks(config: Config, spec: ModelSpec, device: DeviceFacts, quantization: Quantization) -> None:
+    """Raise ConfigError for more ranks than the model or the machine is good for."""
+    ranks = config.engine.tensor_parallel
+    require_divisible(spec, quantization, ranks)
+    require(device.kind is not Device.cuda or ranks <= device.count, "engine.tensor_parallel", ranks,
+            f"each needs a GPU of its own, and torch finds {device.count} on this machine",
+            f"set engine.tensor_parallel={device.count} or less")
+    require(config.model.quantization_report is None, "model.quantization_report", config.model.quantization_report,
+            f"measures whole matrices, and engine.tensor_parallel={ranks} divides them",
+            "set engine.tensor_parallel=1 for the report")
+
+
 def _kv_dtype(config: Config, kernels: KernelSet, quantization: Quantization, dtype: DType, notes: list[str]) -> DType:
     wanted = config.memory.kv_dtype
     if wanted is DType.auto:
@@ -122,8 +142,9 @@ def _kv_dtype(config: Config, kernels: KernelSet, quantization: Quantization, dt
 def _threads(config: Config, device: DeviceFacts, notes: list[str]) -> int:
     threads = config.engine.threads
     if threads is None:
-        notes.append(f"engine.threads: null -> {device.cores}")
-        return device.cores
+        threads = max(1, device.cores // config.engine.tensor_parallel)
+        notes.append(f"engine.threads: null -> {threads}")
+        return threads
     require(threads <= device.cores, "engine.threads", threads, f"this process may use {device.cores} cores",
             f"set engine.threads={device.cores} or less")
     return threads

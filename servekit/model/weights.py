@@ -72,12 +72,13 @@ def load_weights(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, devi
     Raises ModelFileError, naming the tensor, if one is missing, unexpected, misshapen or unusable, and ConfigError if
     the kernels cannot multiply by one in this quantisation.
     """
-    _check(source, tensor_shapes(spec))
+    check_tensors(source, spec)
     return _Assembler(source, spec, dtype, device, kernels, quantization, progress, on_matrices).decoder()
 
 
-def _check(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> None:
-    stored = source.tensors
+def check_tensors(source: TensorSource, spec: ModelSpec) -> None:
+    """Raise ModelFileError, naming the tensor, unless the checkpoint holds the model's tensors and no others."""
+    stored, expected = source.tensors, tensor_shapes(spec)
     for name, shape in expected.items():
         if name not in stored:
             raise ModelFileError(f"{source.describe(name)} is missing; the model is incomplete, fetch it again")

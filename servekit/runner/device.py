@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,16 @@ class DeviceFacts:
     """Memory of the host that nobody uses now; on a CPU that is the device's own."""
     compute_capability: tuple[int, int] | None = None
     """Of a GPU: which instructions it has, as its maker numbers them."""
+    count: int = 1
+    """GPUs of this machine; 1 on a CPU."""
+
+    def shared_by(self, ranks: int) -> DeviceFacts:
+        """What each of several processes on this machine has: a GPU of its own, or a part of the processors' memory."""
+        host_free_bytes = self.host_free_bytes // ranks
+        if self.kind is Device.cuda:
+            return replace(self, host_free_bytes=host_free_bytes)
+        return replace(self, host_free_bytes=host_free_bytes, total_bytes=self.total_bytes // ranks,
+                       free_bytes=self.free_bytes // ranks)
 
     @property
     def torch_device(self) -> torch.device:
@@ -48,9 +58,14 @@ def find_device(wanted: Device) -> DeviceFacts:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         _, host_free_bytes = _host_memory_bytes(Path("/"))
         return DeviceFacts(Device.cuda, torch.cuda.get_device_name(), usable_cores(), total_bytes, free_bytes,
-                           host_free_bytes, torch.cuda.get_device_capability())
+                           host_free_bytes, torch.cuda.get_device_capability(), torch.cuda.device_count())
     total_bytes, free_bytes = _host_memory_bytes(Path("/"))
     return DeviceFacts(Device.cpu, "cpu", usable_cores(), total_bytes, free_bytes, free_bytes)
+
+
+def use_gpu(index: int) -> None:
+    """Let `cuda` mean this GPU, in this thread."""
+    torch.cuda.set_device(index)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -19,7 +19,7 @@ from servekit.core.plan import Plan
 from servekit.kernels import AttentionBatch
 from servekit.model.footprint import activation_bytes
 from servekit.model.spec import ModelSpec
-from servekit.runner.inputs import SampledTokens, StepInputs
+from servekit.runner.inputs import SampledTokens, StepInputs, ToldTokens
 from servekit.runner.queue import pinned
 
 _NO_SLOT = -1
@@ -134,7 +134,7 @@ class DecodeGraphs:
         is_pure = 0 < num_decodes == plan.num_tokens and all(item.samples for item in plan.items)
         return self._sizes.pick(num_decodes) if is_pure else None
 
-    def logits(self, size: int, inputs: StepInputs, before: SampledTokens) -> Tensor:
+    def logits(self, size: int, inputs: StepInputs, before: SampledTokens | ToldTokens) -> Tensor:
         """[R, vocab]: the logits of R decodes by the graph for `size`, valid until the next step."""
         graph = self._graphs[size]
         self._inputs.fill(inputs, size)

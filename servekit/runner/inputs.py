@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servekit.core.plan import Plan
+from servekit.core.plan import BlockCopy, Plan
 from servekit.core.request import UNKNOWN_TOKEN, RequestId
 from servekit.kernels import AttentionBatch
+from servekit.runner.group import ONE_RANK, Group
 from servekit.runner.queue import to_device
 from servekit.runner.sampler import Stand
 
@@ -19,9 +20,10 @@ from servekit.runner.sampler import Stand
 class SampledTokens:
     """The tokens that a step samples, for the step after it."""
 
-    def __init__(self, request_ids: Sequence[RequestId]) -> None:
-        """`request_ids`: whom the step samples for, in the order of its rows."""
+    def __init__(self, request_ids: Sequence[RequestId], group: Group = ONE_RANK) -> None:
+        """`request_ids`: whom the step samples for, in the order of its rows; `group`: who else computes with them."""
         self.request_ids = request_ids
+        self._group = group
         self.tokens = torch.empty(0, dtype=torch.int64)
         """[S] int64, on the device, once the step's work has been done."""
 
@@ -30,12 +32,27 @@ class SampledTokens:
         row_of = {request_id: row for row, request_id in enumerate(self.request_ids)}
         return [row_of[request_id] for request_id in request_ids]
 
+    def at(self, rows: Tensor) -> Tensor:
+        """[U] int64: the tokens of these rows, which the other ranks are told."""
+        return self._group.from_first(self.tokens[rows])
+
     def complete(self, stands: Sequence[Stand], request_ids: Sequence[RequestId]) -> None:
         """Put tokens where requests' histories lack their last one. Waits for the device if any does."""
         lacking = [i for i, stand in enumerate(stands) if stand.token_ids and stand.token_ids[-1] == UNKNOWN_TOKEN]
         rows = self.rows_of([request_ids[i] for i in lacking]) if lacking else []
         for i, row in zip(lacking, rows, strict=True):
             stands[i].token_ids[-1] = int(self.tokens[row])
+
+
+class ToldTokens:
+    """The same on another rank than the first, which samples."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def at(self, rows: Tensor) -> Tensor:
+        """[U] int64: the tokens of these rows, once the first rank has told them."""
+        return self._group.from_first(torch.empty_like(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +89,24 @@ class StepInputs:
         return replace(self, token_ids=to_device(self.token_ids, device), positions=to_device(self.positions, device),
                        batch=batch)
 
-    def take_tokens(self, before: SampledTokens) -> None:
+    def take_tokens(self, before: SampledTokens | ToldTokens) -> None:
         """Fill in the tokens that the step before has sampled, once it has."""
         if self.unknown is not None:
             device = self.token_ids.device
             places, rows = (to_device(indices, device) for indices in (self.unknown.places, self.unknown.rows))
-            self.token_ids[places] = before.tokens[rows]
+            self.token_ids[places] = before.at(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStep:
+    """What every rank needs to know of a step."""
+
+    swap_out: tuple[BlockCopy, ...]
+    swap_in: tuple[BlockCopy, ...]
+    inputs: StepInputs | None
+    """None where there are blocks to copy only."""
+    graph_size: int | None
+    """Decodes that the CUDA graph is made for that computes the step; None: no graph does."""
 
 
 def build_inputs(plan: Plan, block_size_tokens: int, before: SampledTokens) -> StepInputs:

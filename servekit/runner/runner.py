@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from servekit.core.request import Request, RequestId, TokenLogprobs
 from servekit.kernels import Kernels
 from servekit.model.decoder import Decoder
 from servekit.runner.graphs import DecodeGraphs
-from servekit.runner.inputs import SampledTokens, StepInputs, build_inputs
+from servekit.runner.group import ONE_RANK, Group
+from servekit.runner.inputs import SampledTokens, SharedStep, StepInputs, ToldTokens, build_inputs
 from servekit.runner.kv_tensors import KVTensors
 from servekit.runner.queue import WorkQueue, to_device
 from servekit.runner.sampler import Choices, Stand, answers, choose, score
@@ -28,11 +30,10 @@ class _Order:
     """All that the work on a step needs to know, read from its requests at the launch."""
 
     plan: Plan
-    inputs: StepInputs | None
-    """None where there are blocks to copy only."""
+    shared: SharedStep
+    """What the other ranks are told of it."""
     stands: tuple[Stand, ...]
     """Of the requests that it samples for."""
-    graph_size: int | None
     before: SampledTokens
     """Of the step before."""
     own: SampledTokens
@@ -65,7 +66,17 @@ class LaunchedStep:
                     failed[request_id] = answer
                 else:
                     sampled[request_id] = answer
-        return StepResult(sampled, failed, computed.prompt_logprobs, order.graph_size)
+        return StepResult(sampled, failed, computed.prompt_logprobs, order.shared.graph_size)
+
+
+class OtherRanks(Protocol):
+    """Those that compute the other parts of a divided model."""
+
+    def begin(self, step: SharedStep) -> None:
+        """Let them do their part of a step. Raises RankLost if one has ended."""
+
+    def watched(self, queue: WorkQueue) -> WorkQueue:
+        """The queue, whose results count only if every rank has lived on; else they raise RankLost."""
 
 
 class Runner:
@@ -77,8 +88,22 @@ class Runner:
     """
 
     def __init__(self, decoder: Decoder, kv: KVTensors, host_kv: KVTensors, kernels: Kernels, block_size_tokens: int,
-                 device: torch.device, queue: WorkQueue, graphs: DecodeGraphs | None = None) -> None:
-        """`graphs`: of decode steps of this decoder over this cache; None: every step is computed eagerly."""
+                 device: torch.device, queue: WorkQueue, graphs: DecodeGraphs | None = None, group: Group = ONE_RANK,
+                 others: OtherRanks | None = None) -> None:
+        """Take over the tensors of one engine.
+
+        Args:
+            decoder: The model, or one rank's part of it.
+            kv: The cache on the device.
+            host_kv: Blocks in the host's memory.
+            kernels: Copy blocks and sample.
+            block_size_tokens: Tokens in a block.
+            device: Where decoder and cache are.
+            queue: Does the work.
+            graphs: Of decode steps of this decoder over this cache; None: every step is computed eagerly.
+            group: The ranks that the model is divided among.
+            others: On the first rank of several: all but this one, which `follow` what is launched here.
+        """
         self._decoder = decoder
         self._kernels = kernels
         self._kv = kv
@@ -87,6 +112,8 @@ class Runner:
         self._device = device
         self._queue = queue
         self._graphs = graphs
+        self._group = group
+        self._others = others
         self._sampled = SampledTokens(())
         """What the last step samples."""
 
@@ -97,25 +124,40 @@ class Runner:
     def launch(self, plan: Plan) -> LaunchedStep:
         """Begin with a plan. Tokens that are not known yet are those that the last one samples."""
         sampling = [item.request for item in plan.items if item.samples]
-        before, self._sampled = self._sampled, SampledTokens([request.request_id for request in sampling])
-        order = _Order(plan, build_inputs(plan, self._block_size_tokens, before) if plan.items else None,
-                       tuple(map(Stand.of, sampling)), self._graphs.pick(plan) if self._graphs is not None else None,
-                       before, self._sampled)
+        before, self._sampled = self._sampled, SampledTokens([request.request_id for request in sampling],
+                                                                  self._group)
+        inputs = build_inputs(plan, self._block_size_tokens, before) if plan.items else None
+        shared = SharedStep(plan.swap_out, plan.swap_in, inputs,
+                            self._graphs.pick(plan) if self._graphs is not None else None)
+        order = _Order(plan, shared, tuple(map(Stand.of, sampling)), before, self._sampled)
+        if self._others is not None:
+            self._others.begin(shared)
         return LaunchedStep(order, self._queue.submit(partial(self._work, order)))
 
     @torch.inference_mode()
+    def follow(self, step: SharedStep) -> None:
+        """Do another rank's part of a step that the first one has launched: all of it but the sampling."""
+        told = ToldTokens(self._group)
+        self._swap(step)
+        if step.inputs is None:
+            return
+        if self._graphs is not None and step.graph_size is not None:
+            self._graphs.logits(step.graph_size, step.inputs, told)
+        else:
+            self._hidden(step.inputs.on(self._device), told)
+
+    @torch.inference_mode()
     def _work(self, order: _Order) -> _Computed:
-        self._copy_blocks(order.plan.swap_out, self._kv, self._host_kv)
-        self._copy_blocks(order.plan.swap_in, self._host_kv, self._kv)
-        if order.inputs is None:
+        step = order.shared
+        self._swap(step)
+        if step.inputs is None:
             return _Computed()
-        if self._graphs is not None and order.graph_size is not None:
-            return _Computed(self._choose(self._graphs.logits(order.graph_size, order.inputs, order.before), order))
-        return self._compute(order, order.inputs.on(self._device))
+        if self._graphs is not None and step.graph_size is not None:
+            return _Computed(self._choose(self._graphs.logits(step.graph_size, step.inputs, order.before), order))
+        return self._compute(order, step.inputs.on(self._device))
 
     def _compute(self, order: _Order, inputs: StepInputs) -> _Computed:
-        inputs.take_tokens(order.before)
-        hidden = self._decoder.forward(inputs.token_ids, inputs.positions, inputs.batch, self._kv)
+        hidden = self._hidden(inputs, order.before)
         choices = self._choose(self._logits(order.plan, inputs, hidden), order) if order.stands else None
         return _Computed(choices, self._score_prompts(order.plan, inputs, hidden))
 
@@ -124,6 +166,15 @@ class Runner:
         choices = choose(logits, order.stands, self._kernels)
         order.own.tokens = choices.tokens
         return choices.on_host()
+
+    def _hidden(self, inputs: StepInputs, before: SampledTokens | ToldTokens) -> Tensor:
+        """[T, hidden]"""
+        inputs.take_tokens(before)
+        return self._decoder.forward(inputs.token_ids, inputs.positions, inputs.batch, self._kv)
+
+    def _swap(self, step: SharedStep) -> None:
+        self._copy_blocks(step.swap_out, self._kv, self._host_kv)
+        self._copy_blocks(step.swap_in, self._host_kv, self._kv)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy], source: KVTensors, target: KVTensors) -> None:
         if not copies:

