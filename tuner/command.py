@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from threading import current_thread, main_thread
+from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -70,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     _check_search(settings)
     subject = _subject(settings, console)
     try:
-        with _terminating_like_an_interrupt(), _executor(settings, subject) as executor:
+        with _interruptible(), _executor(settings, subject) as executor:
             return _tune(settings, subject, executor, console)
     except StartError as error:
         print(f"servekit: {error}", file=sys.stderr)
@@ -132,16 +133,24 @@ def _say(console: Console, line: str) -> None:
 
 
 @contextmanager
-def _terminating_like_an_interrupt() -> Iterator[None]:
-    """SIGTERM as Ctrl-C: what is up is ended too, and what is known is kept. Only the main thread gets signals."""
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is up, and keep what is known. Only the main thread gets signals.
+
+    asyncio's own treatment of Ctrl-C cancels what runs, and whatever takes a cancellation for an end swallows it.
+    """
     if current_thread() is not main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 @contextmanager

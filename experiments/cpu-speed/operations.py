@@ -136,7 +136,7 @@ class Bench:
         """Attention when all contexts begin with the same blocks."""
         caches = [paged_cache(batch, context) for _ in range(num_copies(4 * batch * context * KV_HEADS * HEAD_DIM))]
         tables = blocks(batch, context)
-        tables[:, :shared // BLOCK_SIZE] = tables[0, :shared // BLOCK_SIZE]
+        tables[:, :shared // BLOCK_SIZE] = tables[0, :shared // BLOCK_SIZE].clone()
         yield self._attention(f"shared {shared}", attention_batch(1, tables, (context,) * batch), caches)
 
     def _attention(self, name: str, step: AttentionBatch, caches: list[tuple[Tensor, Tensor]]) -> Operation:
