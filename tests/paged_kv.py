@@ -79,3 +79,24 @@ class PagedRun:
         table = self._tables.setdefault(request, [])
         while len(table) * self._block_size < self._context_lens[request]:
             table.append(self._free.pop())
+
+
+def random_caches(lengths: Sequence[tuple[int, int]], block_size: int, num_kv_heads: int, head_dim: int,
+                  dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, AttentionBatch]:
+    """Keys, values and batch of requests of (context, queries); fewer queries where the context is shorter.
+
+    There are random numbers in their contexts, and NaN in every other place of the caches. Blocks lie in random order.
+    A table that is shorter than the longest goes on with a block that is all NaN.
+    """
+    context_lens = [context for context, _ in lengths]
+    needed = [-(-context // block_size) for context in context_lens]
+    poisoned, *free = random.Random(seed).sample(range(sum(needed) + 1), sum(needed) + 1)
+    tables = [[free.pop() for _ in range(count)] + [poisoned] * (max(needed) - count) for count in needed]
+    keys, values = (empty_cache(sum(needed) + 1, num_kv_heads, block_size, head_dim, dtype) for _ in range(2))
+    for index, (context, table) in enumerate(zip(context_lens, tables, strict=True)):
+        position = torch.arange(context)
+        blocks, offsets = torch.tensor(table, dtype=torch.long)[position // block_size], position % block_size
+        for part, cache in enumerate((keys, values)):
+            generator = torch.Generator().manual_seed(seed + 2 * index + part + 1)
+            cache[blocks, :, offsets] = torch.randn(context, num_kv_heads, head_dim, generator=generator).to(dtype)
+    return keys, values, attention_batch([min(pair) for pair in lengths], context_lens, tables, block_size)

@@ -227,7 +227,8 @@ def _search(settings: Settings, executor: TrialExecutor, study: TuningStudy, aud
         if candidate is None:
             console.print("every configuration of the space has been measured", highlight=False)
             return
-        outcome = _tried(executor, study, adviser, candidate, console)
+        with _under_way(study, candidate, console):
+            outcome = _tried(executor, adviser, candidate)
         study.tell(candidate, outcome)
         num_invalid = num_invalid + 1 if outcome.ending is Ending.invalid else 0
         print_trial(study, candidate, outcome, clock.left_s(settings.budget.confirm_share), console)
@@ -258,7 +259,8 @@ def _search_at_random(settings: Settings, executor: TrialExecutor, study: Tuning
                     settings.assemble) as drawn:
         executor.incumbent_per_s = max((trial.rate_per_s for trial in drawn.shortlist(1)), default=0.0)
         while (left_s := wanted_s - _device_s(drawn.trials)) > 0 and (candidate := drawn.ask()) is not None:
-            outcome = _measured(executor, drawn, candidate, console)
+            with _under_way(drawn, candidate, console):
+                outcome = executor.run(candidate)
             drawn.tell(candidate, outcome)
             print_trial(drawn, candidate, outcome, left_s, console)
         executor.incumbent_per_s = incumbent_per_s
@@ -271,27 +273,22 @@ def _device_s(trials: Sequence[Trial]) -> float:
     return sum(float(trial.facts.get("duration_s", 0.0)) for trial in trials if trial.repeats is None)
 
 
-def _measured(executor: TrialExecutor, study: TuningStudy, candidate: Candidate, console: Console) -> Outcome:
-    """Measure a candidate; if that is interrupted, the study keeps it for the next start."""
+@contextmanager
+def _under_way(study: TuningStudy, candidate: Candidate, console: Console) -> Iterator[None]:
+    """A candidate is being measured; if that is interrupted, the study keeps it for the next start."""
     try:
         with console.status(f"trial {candidate.number}: {shown_values(candidate)}"):
-            return executor.run(candidate)
+            yield
     except BaseException:
         study.tell(candidate, Outcome(Ending.abandoned))
         raise
 
 
-def _tried(executor: TrialExecutor, study: TuningStudy, adviser: Adviser, candidate: Candidate,
-           console: Console) -> Outcome:
-    """Measure a candidate, if it is worth it; if that is interrupted, the study keeps it for the next start."""
-    try:
-        with console.status(f"trial {candidate.number}: {shown_values(candidate)}"):
-            prediction = adviser.predict(candidate.config, executor.rate_search())
-            return (adviser.screened_out(prediction, executor.incumbent_per_s)
-                    or adviser.compared(prediction, executor.run(candidate)))
-    except BaseException:
-        study.tell(candidate, Outcome(Ending.abandoned))
-        raise
+def _tried(executor: TrialExecutor, adviser: Adviser, candidate: Candidate) -> Outcome:
+    """Measure a candidate, if it is worth it."""
+    prediction = adviser.predict(candidate.config, executor.rate_search())
+    return (adviser.screened_out(prediction, executor.incumbent_per_s)
+            or adviser.compared(prediction, executor.run(candidate)))
 
 
 def _repeat_cold(executor: TrialExecutor, audit: HotAudit, candidate: Candidate, outcome: Outcome,

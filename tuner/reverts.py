@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 from servekit.config.errors import ConfigError, show
+from servekit.tuner.confirmation import Measurer
 from servekit.tuner.executor import EngineFailed
 from servekit.tuner.judgement import holds, latencies_of, use_of
 from servekit.tuner.launch import Configuration
-from servekit.tuner.measure import Measurement
 from servekit.tuner.run_log import LoggedRun, read_run
 from servekit.tuner.slo import Promise, Slo
 from servekit.tuner.space import Space, Value
 
 STREAM = "revert"
 """Every run has the same requests, so that they differ by the knob alone."""
-
-
-class Measurer(Protocol):
-    """Measures one configuration at one rate, as `executor.TrialExecutor` does."""
-
-    def measure_at(self, config: Configuration, rate_per_s: float, num_requests: int, stream: str, *, cold: bool,
-                   stops_early: bool) -> tuple[Measurement, Path]:
-        """One run; its raw log is the second value. Raises EngineFailed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ def describe_revert(revert: Revert) -> str:
     return f"{what}: {'holds' if revert.holds else 'fails'}; {missed}"
 
 
-def changed_knobs(space: Space, values: Mapping[str, Value]) -> list[str]:
+def knobs_to_put_back(space: Space, values: Mapping[str, Value]) -> list[str]:
     """The knobs at which a point of the space differs from its start, choices of components first."""
     active = space.active(space.start)
     return [knob.key for knob in sorted(space.knobs, key=lambda knob: knob.condition is not None)
@@ -67,7 +57,7 @@ def put_back(space: Space, values: Mapping[str, Value], assemble: Callable[[Sequ
     `values` are those of the winner. A run is begun while `left_s()` says that a whole one would fit.
     """
     run_s = num_requests / rate_per_s
-    for knob in ("", *changed_knobs(space, values)):
+    for knob in ("", *knobs_to_put_back(space, values)):
         if left_s() < run_s:
             return
         point = {**space.start, **values, **({knob: space.start[knob]} if knob else {})}

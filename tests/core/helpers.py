@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -66,6 +67,18 @@ def answer(plan: Plan) -> StepResult:
         if item.samples:
             sampled[item.request.request_id] = Sampled(next_token(item.request.token_ids[:end]))
     return StepResult(sampled)
+
+
+class Clock:
+    """Moves on by itself, by a different amount each time it is read."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        self._now_s += self._rng.uniform(0.0, 0.6)
+        return self._now_s
 
 
 class FakeDevice:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.components import MAX_MODEL_LEN, NUM_BLOCKS, PAIRS, Combination, combinations, random_spec
-from core.helpers import expected_tokens, make_scheduler, make_spec, next_token
+from core.helpers import Clock, expected_tokens, make_scheduler, make_spec, next_token
 from engine.helpers import Heard, make_engine, run, spec
 from engine.test_equality import RECOMPUTE, SWAP, SWAP_LITTLE, crowd, crowd_alone, outputs, random_prompts
 from servekit.config.errors import ConfigError
@@ -113,18 +113,6 @@ class LateStep:
 
     def result(self) -> StepResult:
         return self.device.compute(self.plan, self.told)
-
-
-class Clock:
-    """Moves on by itself, by a different amount each time it is read."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._now_s = 0.0
-
-    def __call__(self) -> float:
-        self._now_s += self._rng.uniform(0.0, 0.6)
-        return self._now_s
 
 
 def stopping(rng: random.Random, one: RequestSpec) -> RequestSpec:

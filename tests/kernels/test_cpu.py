@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paged_kv import attention_batch, empty_cache
+from paged_kv import attention_batch, empty_cache, random_caches
 from servekit.kernels import (
     AttentionBatch,
     Kernels,
@@ -174,24 +174,10 @@ class Attention:
 
 def attention(lengths: Sequence[tuple[int, int]], block_size: int, num_kv_heads: int, group: int, head_dim: int,
               cache_dtype: torch.dtype, seed: int) -> Attention:
-    """Requests of (context, queries): random keys in their contexts, NaN in every other place of the cache.
-
-    Blocks lie in random order. A table that is shorter than the longest goes on with a block that is all NaN.
-    """
-    context_lens = [context for context, _ in lengths]
-    query_lens = [min(pair) for pair in lengths]
-    needed = [-(-context // block_size) for context in context_lens]
-    poisoned, *free = random.Random(seed).sample(range(sum(needed) + 1), sum(needed) + 1)
-    tables = [[free.pop() for _ in range(count)] + [poisoned] * (max(needed) - count) for count in needed]
-    keys, values = (empty_cache(sum(needed) + 1, num_kv_heads, block_size, head_dim, cache_dtype) for _ in range(2))
-    for index, (context, table) in enumerate(zip(context_lens, tables, strict=True)):
-        position = torch.arange(context)
-        blocks, offsets = torch.tensor(table)[position // block_size], position % block_size
-        for part, cache in enumerate((keys, values)):
-            rows = numbers(context, num_kv_heads, head_dim, seed=seed + 2 * index + part + 1)
-            cache[blocks, :, offsets] = rows.to(cache_dtype)
-    q = numbers(sum(query_lens), num_kv_heads * group, head_dim, seed=seed).bfloat16().float()
-    return Attention(q, keys, values, attention_batch(query_lens, context_lens, tables, block_size))
+    """Requests of (context, queries), as in `random_caches`."""
+    keys, values, batch = random_caches(lengths, block_size, num_kv_heads, head_dim, cache_dtype, seed)
+    q = numbers(batch.query_start_host[-1], num_kv_heads * group, head_dim, seed=seed).bfloat16().float()
+    return Attention(q, keys, values, batch)
 
 
 @CACHE_DTYPES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.components import MAX_MODEL_LEN, NUM_BLOCKS, PAIRS, Combination, combinations, random_spec
-from core.helpers import FakeDevice
+from core.helpers import Clock, FakeDevice
 from servekit.core.build import build_scheduler
 from servekit.core.request import RequestId
 from servekit.core.scheduler import Scheduler
@@ -19,18 +19,6 @@ from servekit.engine.pipeline import Lockstep
 from servekit.engine.step_log import Opened, StepLogFile, read_step_log, replay
 
 HOST_BLOCKS = 12
-
-
-class Clock:
-    """Moves on by itself, by a different amount each time it is read."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._now_s = 0.0
-
-    def __call__(self) -> float:
-        self._now_s += self._rng.uniform(0.0, 0.6)
-        return self._now_s
 
 
 def scheduler_of(combination: Combination) -> Scheduler:

@@ -11,7 +11,7 @@ from servekit.config.compose import compose_serve
 from servekit.config.errors import ConfigError
 from servekit.config.schema import Config
 from servekit.tuner.executor import EngineFailed
-from servekit.tuner.reverts import STREAM, Revert, changed_knobs, describe_revert, put_back
+from servekit.tuner.reverts import STREAM, Revert, describe_revert, knobs_to_put_back, put_back
 from servekit.tuner.space import Condition, Knob, Ladder, Options, Reals, Space, Value
 from servekit.tuner.trial import Ending
 from tuner_runs import SLO, FakeEngine
@@ -38,8 +38,8 @@ def reverted(engine: FakeEngine, left_s: float = 1e9) -> list[Revert]:
 
 
 def test_only_what_differs_is_put_back_and_components_come_first() -> None:
-    assert changed_knobs(SPACE, WINNER) == [SEQS, POLICY, WEIGHT]
-    assert changed_knobs(SPACE, dict(SPACE.start)) == []
+    assert knobs_to_put_back(SPACE, WINNER) == [SEQS, POLICY, WEIGHT]
+    assert knobs_to_put_back(SPACE, dict(SPACE.start)) == []
 
 
 def test_the_knob_that_carries_the_load_is_found(tmp_path: Path) -> None:
