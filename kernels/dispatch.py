@@ -60,6 +60,8 @@ class Kernels:
     fp8: Callable[[Fp8Weight], Product]
     fp8_dynamic: Callable[[Fp8Weight], Product]
     fp4: Callable[[Fp4Weight], Product]
+    has_own_threads: Callable[[Product], bool]
+    """Whether a product is computed by other threads than torch's."""
     fused_layer: Callable[[LayerOperands], FusedLayer | None]
     """One call for a layer with these operands; None if there is none for them."""
     argmax: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -85,6 +87,7 @@ def reference_kernels() -> Kernels:
         fp8=lambda weight: partial(fp8_linear.reference, weight=weight),
         fp8_dynamic=lambda weight: partial(fp8_dynamic_linear.reference, weight=weight),
         fp4=lambda weight: partial(fp4_linear.reference, weight=weight),
+        has_own_threads=lambda _: False,
         fused_layer=fused_layer.reference,
         argmax=argmax.reference,
         truncate=truncate.reference,

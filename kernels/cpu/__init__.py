@@ -53,8 +53,10 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, threads: int, on_compile: C
         paged_attention=_paged_attention,
         int8=partial(_int8_product, pages),
         int4=partial(_int4_product, pages),
+        has_own_threads=lambda product: isinstance(product, _PackedProduct),
         fused_layer=_fused_layer,
         argmax=_argmax,
+        truncate=_truncate,
         draw=_draw,
     )
 
@@ -138,6 +140,12 @@ def _fused_layer(operands: LayerOperands) -> FusedLayer | None:
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     values, indices = torch.ops.servekit_cpu.argmax.default(logits.float().contiguous())
     return values, indices
+
+
+def _truncate(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    left: Tensor = torch.ops.servekit_cpu.truncate.default(logits.float().contiguous(), temperatures, top_k, top_p,
+                                                           min_p)
+    return left
 
 
 def _draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:

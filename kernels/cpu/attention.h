@@ -15,7 +15,7 @@ namespace servekit {
 
 constexpr int kPart = 512;    // Positions of a context that one task reads.
 constexpr int kTile = 64;     // Keys in one tile of many rows.
-constexpr int kMaxRows = 48;  // Query rows (query tokens times heads of the group) that share a pass over the keys.
+constexpr int kMaxRows = 96;  // Query rows (query tokens times heads of the group) that share a pass over the keys.
 constexpr int kFewRows = 8;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 

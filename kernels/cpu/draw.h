@@ -40,6 +40,9 @@ inline floats logarithm(floats x) {
   return m + y + e * 0.693359375f;
 }
 
+// More than the noise of two tokens can differ: -log(-log(u)) lies in [-2.82, 16.64] for the numbers u that there are.
+constexpr float kNoiseRange = 20.0f;
+
 inline int64_t draw_row(const float* logits, int64_t vocab, double temperature, uint32_t first_key,
                         uint32_t second_key) {
   float peak = -std::numeric_limits<float>::infinity();
@@ -59,7 +62,9 @@ inline int64_t draw_row(const float* logits, int64_t vocab, double temperature, 
   };
   int64_t i = 0;
   for (; i + kLanes <= vocab; i += kLanes) {
-    floats value = (load(logits + i) - peak) * inverse + noise(uint32_t(i));
+    const floats scaled = (load(logits + i) - peak) * inverse;
+    if (largest_of(scaled) < -kNoiseRange) continue;  // The most likely token beats them whatever the noise.
+    floats value = scaled + noise(uint32_t(i));
     ints is_better = value > best;
     best = is_better ? value : best;
     where = is_better ? (ints)(steps + uint32_t(i)) : where;

@@ -14,6 +14,7 @@
 #include "layer.h"
 #include "paged_attention.h"
 #include "pool.h"
+#include "truncate.h"
 
 namespace servekit {
 namespace {
@@ -190,6 +191,26 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
   return {values, indices};
 }
 
+Tensor truncate(const Tensor& logits, const Tensor& temperatures, const Tensor& top_k, const Tensor& top_p,
+                const Tensor& min_p) {
+  TORCH_CHECK(is_floats(logits) && temperatures.is_contiguous() && top_k.is_contiguous() && top_p.is_contiguous() &&
+                  min_p.is_contiguous(),
+              "truncate: layout");
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  Tensor out = at::empty_like(logits);
+  const float* source = logits.const_data_ptr<float>();
+  const double *temperature = temperatures.const_data_ptr<double>(), *share = top_p.const_data_ptr<double>();
+  const double* relative = min_p.const_data_ptr<double>();
+  const int64_t* count = top_k.const_data_ptr<int64_t>();
+  float* target = out.mutable_data_ptr<float>();
+  parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
+    Truncation truncation(vocab);
+    for (int64_t i = begin; i < end; ++i)
+      truncation.row(source + i * vocab, temperature[i], {count[i], share[i], relative[i]}, target + i * vocab);
+  });
+  return out;
+}
+
 Tensor draw(const Tensor& logits, const Tensor& temperatures, const Tensor& keys) {
   TORCH_CHECK(is_floats(logits) && keys.is_contiguous() && temperatures.is_contiguous(), "draw: layout");
   const int64_t rows = logits.size(0), vocab = logits.size(1);
@@ -228,6 +249,8 @@ TORCH_LIBRARY(servekit_cpu, m) {
   m.def("silu_and_mul(Tensor gate_up) -> Tensor", &servekit::silu_and_mul);
   m.def("set_threads(int count) -> ()", &servekit::set_threads);
   m.def("argmax(Tensor logits) -> (Tensor, Tensor)", &servekit::argmax);
+  m.def("truncate(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor min_p) -> Tensor",
+        &servekit::truncate);
   m.def("draw(Tensor logits, Tensor temperatures, Tensor keys) -> Tensor", &servekit::draw);
   m.def("linear(Tensor x, Tensor packed, Tensor scales, int n) -> Tensor", &servekit::linear);
   m.def(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from servekit.config.errors import ConfigError, require
 from servekit.config.resolve import as_dict
-from servekit.config.schema import Config, Device, DType, EngineConfig, KernelSet
+from servekit.config.schema import Config, Device, DType, EngineConfig, KernelSet, KVDType
 from servekit.core.build import build_scheduler
 from servekit.engine.engine import Engine
 from servekit.engine.execution import Execution, resolve_execution
@@ -48,6 +48,8 @@ OnProgress = Callable[[str, int, int, str], None]
 
 _TORCH_DTYPES = {DType.float64: torch.float64, DType.float32: torch.float32, DType.bfloat16: torch.bfloat16,
                  DType.float16: torch.float16}
+_TORCH_KV_DTYPES = {**{KVDType(dtype.value): torch_dtype for dtype, torch_dtype in _TORCH_DTYPES.items()},
+                    KVDType.fp8: torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def _load(config: Config, local: LocalModel, found: _Found, group: Group, on_pro
                            lambda done, total: on_progress("weights", done, total, "B"), resolved.quantization,
                            config.model.quantization_report,
                            Shard(group.rank, group.size, group.add_up) if group.size > 1 else None)
+    if all(map(found.kernels.has_own_threads, decoder.weights.products)):
+        torch.set_num_threads(1)  # Torch's would wait for work by spinning, on the cores of those that compute.
     return LoadedModel(config, local, spec, device, found.kernels, resolved, decoder, time.monotonic() - started, group)
 
 
@@ -187,7 +191,7 @@ def _equip(config: Config, model: LoadedModel, others: OtherRanks | None = None,
     memory = resolve_memory(config, model.spec, model.device, model.resolved, _profile(config, model))
     device = model.device.torch_device
     kv = allocate_kv(model.decoder.spec, memory.num_kv_blocks, config.memory.block_size_tokens,
-                     _TORCH_DTYPES[model.resolved.kv_dtype], device)
+                     _TORCH_KV_DTYPES[model.resolved.kv_dtype], device)
     graphs = _capture(execution.graph_sizes, config, model, memory, kv, on_progress) if execution.graph_sizes else None
     queue = work_queue(device, execution.overlap)
     runner = Runner(model.decoder, kv, allocate_host_kv(kv, memory.num_host_blocks), model.kernels,
@@ -229,6 +233,12 @@ class ReconfigurableEngine:
         assert self._built is not None
         return self._built.engine
 
+    @property
+    def facts(self) -> EngineFacts:
+        """Of the engine that is in place."""
+        assert self._built is not None
+        return self._built.facts
+
     def reconfigure(self, config: Config) -> EngineFacts:
         """Start over under other settings, with empty caches and counters; returns the new facts.
 
@@ -244,7 +254,7 @@ class ReconfigurableEngine:
         finally:
             if self._built is None:
                 self._built = assemble(self._config, self._model, self._workers)
-        return self._built.facts
+        return self.facts
 
 
 def resolve_memory(config: Config, spec: ModelSpec, device: DeviceFacts, resolved: Resolved,
@@ -253,7 +263,7 @@ def resolve_memory(config: Config, spec: ModelSpec, device: DeviceFacts, resolve
     ranks = config.engine.tensor_parallel
     spec, device = shard_spec(spec, ranks), device.shared_by(ranks)
     formats = Formats(resolved.quantization, resolved.kernels, _TORCH_DTYPES[resolved.dtype].itemsize,
-                      _TORCH_DTYPES[resolved.kv_dtype].itemsize)
+                      _TORCH_KV_DTYPES[resolved.kv_dtype].itemsize)
     graphs = graph_bytes(spec, resolve_execution(config, device, resolved.kernels).graph_sizes,
                          config.model.max_model_len or spec.max_context_tokens, config.memory.block_size_tokens,
                          formats.dtype_bytes)
@@ -267,7 +277,7 @@ def _profile(config: Config, model: LoadedModel) -> int | None:
     scheduler, max_len = config.scheduler, config.model.max_model_len or model.spec.max_context_tokens
     measured = measure_activation_bytes(model.decoder, scheduler.max_step_tokens, scheduler.max_num_seqs,
                                         config.memory.block_size_tokens, max_len,
-                                        _TORCH_DTYPES[model.resolved.kv_dtype], model.device.torch_device,
+                                        _TORCH_KV_DTYPES[model.resolved.kv_dtype], model.device.torch_device,
                                         cuda_peak_bytes)
     return -model.group.smallest(-measured)
 

@@ -40,6 +40,7 @@ from servekit.engine.messages import (
     StepOutput,
 )
 from servekit.engine.wire import StartOrder, to_engine_decoder
+from servekit.garbage import take_for_permanent
 from servekit.model.local import ModelFileError
 
 _HEARTBEATS = 4
@@ -143,16 +144,19 @@ def _run(process: EngineProcess, order: StartOrder) -> int:
     from servekit.runner.group import RankLost
 
     try:
-        built = build_engine(order.config, order.local, order.cache_dir, _ProgressSender(process))
+        # Held by nobody else: a change of settings gives its cache back before it makes another.
+        host = ReconfigurableEngine(order.config, build_engine(order.config, order.local, order.cache_dir,
+                                                               _ProgressSender(process)))
     except ConfigError as error:
         process.send(StartFailed(str(error), (error.key, show(error.value), error.limit, error.remedy)))
         return 1
     except (ModelFileError, MemoryError, RankLost) as error:
         process.send(StartFailed(str(error)))
         return 1
-    process.send(Ready(built.facts))
+    take_for_permanent()
+    process.send(Ready(host.facts))
     try:
-        process.serve(ReconfigurableEngine(order.config, built))
+        process.serve(host)
     except RankLost as error:
         print(f"servekit: {error}", file=sys.stderr, flush=True)
         return 1

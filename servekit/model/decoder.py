@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -58,6 +58,13 @@ class DecoderWeights:
     """[hidden]"""
     head: Linear
     """[vocab, hidden]; a view of the embedding where the two are tied and nothing is quantised."""
+
+    @property
+    def products(self) -> Iterator[Product]:
+        """With each matrix."""
+        for layer in self.layers:
+            yield from (layer.qkv.product, layer.o.product, layer.gate_up.product, layer.down.product)
+        yield self.head.product
 
 
 class Decoder:

@@ -24,6 +24,7 @@ from servekit.config.schema import Config, RestartPolicy, ServerConfig
 from servekit.engine.client import EngineClient, EngineState, StartError
 from servekit.engine.messages import EngineFacts, Loading
 from servekit.engine.process_client import ProcessClient
+from servekit.garbage import take_for_permanent
 from servekit.model.chat_template import ChatTemplate, load_chat_template
 from servekit.model.loader import load_spec
 from servekit.model.local import LocalModel, ModelFileError
@@ -205,6 +206,7 @@ class Server:
             except BaseException:
                 await engine.shutdown()
                 raise
+        take_for_permanent()
         self._service.serve(_serving(engine, texts, self._config))
         self._log_ready(engine.facts, split)
         return engine

@@ -571,7 +571,8 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels, thread
     def everything() -> list[Tensor]:
         return [case.run(kernels, 0.1), *(product(x) for product in products), kernels.silu_and_mul(x),
                 kernels.rms_norm(x, x[0], 1e-5), *kernels.add_rms_norm(x, x, x[0], 1e-5), *kernels.argmax(x),
-                kernels.draw(x, temperatures, keys)]
+                kernels.draw(x, temperatures, keys),
+                kernels.truncate(x, temperatures, torch.arange(1, 71) * 20, 0.9 * temperatures, 1e-3 * temperatures)]
 
     expected = everything()
     torch.ops.servekit_cpu.set_threads(threads)
@@ -718,6 +719,38 @@ def test_draws_are_those_of_the_reference(kernels: Kernels, rows: int, vocab: in
     other = REFERENCE.draw(logits.double().scatter_add(1, expected.unsqueeze(1), nudge), temperatures, keys)
     actual = kernels.draw(logits, temperatures, keys)
     assert ((actual == expected) | (actual == other)).all()
+
+
+TOP_P = st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9, 1.0]) | st.floats(0, 1)
+MIN_P = st.sampled_from([0.0, 1e-12, 1e-3, 0.5, 1.0]) | st.floats(0, 1)
+
+
+@given(vocab=st.integers(1, 60) | st.just(5000), spread=st.sampled_from([0.0, 0.1, 2.0, 10.0, 1e4]),
+       is_tied=st.booleans(), data=st.data(), seed=SEEDS)
+@quick(150)
+def test_truncation_leaves_what_the_reference_leaves(kernels: Kernels, vocab: int, spread: float, is_tied: bool,
+                                                     data: st.DataObject, seed: int) -> None:
+    rows = data.draw(st.integers(1, 4))
+
+    def one_a_row(values: st.SearchStrategy[float]) -> Tensor:
+        return torch.tensor(data.draw(st.lists(values, min_size=rows, max_size=rows)), dtype=torch.float64)
+
+    logits = spread * numbers(rows, vocab, seed=seed)
+    logits = logits.round() if is_tied else logits
+    logits[:, data.draw(st.lists(st.integers(1, vocab - 1), max_size=3)) if vocab > 1 else []] = -INFINITY
+    temperatures = one_a_row(st.sampled_from([1e-300, 1e-3, 1e300]) | st.floats(0.05, 20))
+    top_k = one_a_row(st.integers(1, vocab) | st.just(vocab)).long()
+    top_p, min_p = one_a_row(TOP_P), one_a_row(MIN_P)
+    actual = kernels.truncate(logits, temperatures, top_k, top_p, min_p)
+    # A limit that lies within rounding of where a token is may leave that token or not.
+    allowed = [REFERENCE.truncate(logits, temperatures, top_k, (top_p + p).clamp(0, 1), (min_p * m).clamp(0, 1))
+               for p in (0.0, -1e-6, 1e-6) for m in (1.0, 1 - 1e-9, 1 + 1e-9)]
+    assert all(any(torch.equal(row, other[i]) for other in allowed) for i, row in enumerate(actual))
+
+
+def test_truncation_without_limits_leaves_all(kernels: Kernels) -> None:
+    logits, ones = numbers(3, 100, seed=1), torch.ones(3, dtype=torch.float64)
+    assert torch.equal(kernels.truncate(logits, ones, torch.full((3,), 100), ones, 0 * ones), logits)
 
 
 @pytest.mark.parametrize("key", [0, 1, 2 ** 31 - 1, 2 ** 31, 2 ** 32 - 60, 2 ** 32 - 1])
