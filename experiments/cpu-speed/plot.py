@@ -62,9 +62,10 @@ def main() -> None:
         axes.minorticks_off()
     right.set(title="share of the limit that servekit reaches", xlabel="batch, or context in tokens", ylabel="%",
               ylim=(0, 105))
+    middle.set_ylim(top=2.5 * middle.get_ylim()[1])  # Room for the legend.
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="upper left" if axes is not right else "upper right")
     figure.suptitle(f"SmolLM2-135M-Instruct on {facts['cores']} cores of {facts['processor']}, {facts['date']}")
     figure.tight_layout()
     figure.savefig(target, dpi=110)
