@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from servekit.kernels.precision import movable
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -40,7 +42,7 @@ def reference(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Attentio
 
     Args:
         q: [T, num_heads, head_dim]. Query head h reads key head h // (num_heads / num_kv_heads).
-        key_cache: [num_blocks, num_kv_heads, block_size, head_dim], this step's keys included.
+        key_cache: [num_blocks, num_kv_heads, block_size, head_dim], this step's keys included; in any format.
         value_cache: The same for values.
         batch: See `AttentionBatch`.
         scale: Factor of the scores before the softmax.
@@ -78,7 +80,8 @@ def _gather(cache: Tensor, table: Tensor, start: int, end: int) -> Tensor:
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     first_block = start // block_size
     parts = table[:, first_block:-(-end // block_size)].flatten()
-    rows = cache.view(num_blocks * num_kv_heads, block_size, head_dim).index_select(0, parts)
+    by_head = movable(cache).view(num_blocks * num_kv_heads, block_size, head_dim)
+    rows = by_head.index_select(0, parts).view(cache.dtype)
     offset = first_block * block_size
     return rows.view(num_kv_heads, -1, head_dim)[:, start - offset:end - offset]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from servekit.kernels.precision import movable
+
 
 def reference(source: Tensor, target: Tensor, source_blocks: Tensor, target_blocks: Tensor) -> None:
     """Copy block `source_blocks[i]` of `source` over block `target_blocks[i]` of `target`, for every i.
@@ -19,7 +21,8 @@ def reference(source: Tensor, target: Tensor, source_blocks: Tensor, target_bloc
     if source.device != target.device:
         one_by_one(source, target, source_blocks, target_blocks)
     else:
-        target[target_blocks.to(target.device)] = source[source_blocks.to(source.device)].to(target.dtype)
+        blocks = movable(source)[source_blocks.to(source.device)].view(source.dtype).to(target.dtype)
+        movable(target)[target_blocks.to(target.device)] = movable(blocks)
 
 
 def one_by_one(source: Tensor, target: Tensor, source_blocks: Tensor, target_blocks: Tensor) -> None:

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from servekit.kernels.int4_linear import GROUP_SIZE as INT4_GROUP
+from servekit.kernels.int4_linear import Int4Weight
+from servekit.kernels.int8_linear import Int8Weight
+
 _PER_WORD = 8
 _BITS = 4
 _MOST = 15
@@ -80,6 +84,28 @@ def dequantize(weight: GroupedInt4Weight) -> Tensor:
     groups = weight.integers.view(rows, weight.scales.shape[1], -1).float()
     shifted = groups - weight.zeros.float().unsqueeze(-1)
     return (shifted * weight.scales.float().unsqueeze(-1)).view(rows, columns)
+
+
+def repacked(weight: GroupedInt4Weight) -> Int4Weight | Int8Weight:
+    """The same matrix, exactly, in a form with more products; its columns in the order of the integers.
+
+    With four bits where groups are whole ones of that form, and float16 holds the scales and what they make of the
+    zero points (all of a symmetric checkpoint, whose zero points are 8); otherwise with eight.
+    """
+    columns_per_scale = weight.integers.shape[1] // weight.scales.shape[1]
+    scales = weight.scales.float()
+    minima = -(weight.zeros * scales)
+    if columns_per_scale % INT4_GROUP == 0 and _are_halves(scales) and _are_halves(minima):
+        parts = columns_per_scale // INT4_GROUP
+        return Int4Weight(weight.integers, scales.half().repeat_interleave(parts, dim=1),
+                          minima.half().repeat_interleave(parts, dim=1))
+    shifted = weight.integers.view(torch.int8) - weight.zeros.view(torch.int8).repeat_interleave(columns_per_scale, 1)
+    return Int8Weight(shifted, scales)
+
+
+def _are_halves(values: Tensor) -> bool:
+    """Whether float16 holds each exactly."""
+    return torch.equal(values.half().float(), values)
 
 
 def reference(x: Tensor, weight: GroupedInt4Weight) -> Tensor:

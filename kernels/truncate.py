@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+_CANDIDATES = 1024
+"""Most likely tokens that are looked at before the whole vocabulary is sorted."""
 
 
 def reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -21,12 +25,46 @@ def reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor
     Returns:
         [S, vocab], a new tensor.
     """
-    ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    rows = zip(logits, temperatures.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    return torch.stack([_truncated(*row) for row in rows])
+
+
+def _truncated(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """One row."""
+    vocab = len(logits)
+    if top_k < vocab:
+        candidates = logits.topk(top_k).values
+        return _most_likely(logits, candidates, _num_kept(candidates, candidates, temperature, top_p, min_p))
+    if top_p >= 1 and min_p <= 0:
+        return logits
+    candidates = logits.topk(min(_CANDIDATES, vocab)).values
+    num_kept = _num_kept(candidates, logits, temperature, top_p, min_p)
+    if num_kept == len(candidates) < vocab:
+        candidates = logits.sort(descending=True).values
+        num_kept = _num_kept(candidates, logits, temperature, top_p, min_p)
+    return _most_likely(logits, candidates, num_kept)
+
+
+def _num_kept(candidates: Tensor, population: Tensor, temperature: float, top_p: float, min_p: float) -> int:
+    """How many of the largest logits, in descending order, top-p of a population and min-p keep."""
+    weights = _weights(candidates, candidates[0], temperature)
+    is_kept = weights >= min_p
+    if top_p < 1:
+        total = _weights(population, candidates[0], temperature).sum()
+        is_kept &= (weights.cumsum(dim=0) - weights) / total < top_p
+    return max(1, int(is_kept.sum()))
+
+
+def _weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
+    """In float64, relative to the most likely token."""
     # Shifted before the division: a tiny temperature must not overflow.
-    weights = ((ordered - ordered[:, :1]) / temperatures.unsqueeze(1)).exp()
-    is_kept = torch.arange(logits.shape[1], device=logits.device) < top_k.unsqueeze(1)
-    shares = weights * is_kept / (weights * is_kept).sum(dim=-1, keepdim=True)
-    is_needed = shares.cumsum(dim=-1) - shares < top_p.unsqueeze(1)
-    is_kept &= (is_needed | (top_p >= 1).unsqueeze(1)) & (weights >= min_p.unsqueeze(1))
-    is_kept[:, 0] = True
-    return torch.where(is_kept.new_empty(is_kept.shape).scatter_(1, ids, is_kept), logits, float("-inf"))
+    return ((logits.double() - largest.double()) / temperature).exp()
+
+
+def _most_likely(logits: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """A row with its `count` largest logits, which are the first of the candidates, and -inf for all others."""
+    least = candidates[count - 1]
+    left = F.threshold(logits, least.item(), float("-inf"))
+    at_the_least = (logits == least).nonzero().flatten()[:int((candidates[:count] == least).sum())]
+    left[at_the_least] = logits[at_the_least]
+    return left

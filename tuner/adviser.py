@@ -177,7 +177,7 @@ class Adviser:
         while (rate_per_s := search.next_rate()) is not None:
             broken = self._broken_at(rate_per_s, config, engine)
             broken_first = broken if broken_first is None else broken_first
-            search.tell(rate_per_s, not broken)
+            search.tell(rate_per_s, not broken, search.allowance.shortest_s(rate_per_s, not broken))
         return Prediction(search.held_per_s, broken_first or ())
 
     def screened_out(self, prediction: Prediction | None, incumbent_per_s: float) -> Outcome | None:

@@ -87,18 +87,20 @@ def _tune(settings: Settings, subject: Subject, executor: TrialExecutor, console
     space = subject.space(baseline.description)
     audit = HotAudit(space, settings.study.seed)
     subject.heed(audit)
-    executor.start_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
+    executor.allowance = settings.allowance
+    start_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
     identity = _identity(settings, subject, space, baseline.description)
     with open_study(settings.folder, settings.study, identity, space, settings.slo.names, settings.assemble) as study:
         _record(settings)
-        print_plan(settings, space, baseline, len(study.trials), console)
+        print_plan(settings, space, baseline, start_per_s, len(study.trials), console)
         study.bury_the_dead()
         _enqueue_known(settings, study)
         clock = Clock(started_s, settings.budget.minutes * 60)
         try:
+            executor.begin(start_per_s, study.trials)
             _search(settings, executor, study, audit, adviser, clock, console)
             with clock.stopped():
-                random = _search_at_random(settings, executor, study, identity, space, console)
+                random = _search_at_random(settings, executor, study, identity, space, start_per_s, console)
         except KeyboardInterrupt:
             console.print("\nstopped; everything measured so far is kept, and the same command goes on from here",
                           soft_wrap=True)
@@ -220,7 +222,6 @@ def _search(settings: Settings, executor: TrialExecutor, study: TuningStudy, aud
     """Trials until the time or their number is used up."""
     started_with: Mapping[str, Value] = audit.space.active(audit.space.start)
     num_invalid = 0
-    executor.incumbent_per_s = max((trial.rate_per_s for trial in study.shortlist(1)), default=0.0)
     adviser.recall(study.trials)
     while clock.left_s(settings.budget.confirm_share) > 0 and not _is_enough(settings, study):
         candidate = study.ask()
@@ -248,22 +249,21 @@ def _search(settings: Settings, executor: TrialExecutor, study: TuningStudy, aud
 
 
 def _search_at_random(settings: Settings, executor: TrialExecutor, study: TuningStudy, identity: Identity, space: Space,
-                      console: Console) -> Finalist | None:
+                      start_per_s: float, console: Console) -> Finalist | None:
     """The best that a random search finds in as much time as the trials of the search took, if that is asked for."""
     if Role.random not in settings.compare:
         return None
-    wanted_s, incumbent_per_s = _device_s(study.trials), executor.incumbent_per_s
+    wanted_s = _device_s(study.trials)
     console.print(f"\nrandom search for as long as the search took, {wanted_s / 60:.1f} min", highlight=False)
     options = replace(settings.study, sampler=SamplerKind.random, name=f"{settings.study.name}-random")
     with open_study(settings.folder / RANDOM, options, identity, space, settings.slo.names,
                     settings.assemble) as drawn:
-        executor.incumbent_per_s = max((trial.rate_per_s for trial in drawn.shortlist(1)), default=0.0)
+        executor.begin(start_per_s, drawn.trials)
         while (left_s := wanted_s - _device_s(drawn.trials)) > 0 and (candidate := drawn.ask()) is not None:
             with _under_way(drawn, candidate, console):
                 outcome = executor.run(candidate)
             drawn.tell(candidate, outcome)
             print_trial(drawn, candidate, outcome, left_s, console)
-        executor.incumbent_per_s = incumbent_per_s
         best = next(iter(drawn.shortlist(1)), None)
         return None if best is None else finalist_of(settings, drawn, best, "random", Role.random, best.rate_per_s)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 
 from rich.console import Console
 
 from servekit.config.errors import show
 from servekit.config.schema import Config
 from servekit.tuner.adviser import SIMULATOR, Adviser, describe
-from servekit.tuner.baseline import START_SHARE, Baseline
+from servekit.tuner.baseline import Baseline
 from servekit.tuner.default_space import not_searched
 from servekit.tuner.launch import LaunchConfig
+from servekit.tuner.rate_search import LOSING_SHARE, RateSearch
 from servekit.tuner.settings import Settings
 from servekit.tuner.slo import Promise
 from servekit.tuner.space import Space, words
@@ -20,10 +22,12 @@ from servekit.tuner.study import TuningStudy
 from servekit.tuner.trial import Candidate, Ending, Outcome
 
 
-def print_plan(settings: Settings, space: Space, baseline: Baseline, num_trials: int, console: Console) -> None:
+def print_plan(settings: Settings, space: Space, baseline: Baseline, start_per_s: float, num_trials: int,
+               console: Console) -> None:
     """What will be searched, how long a trial is, and how many requests a verdict needs."""
     for line in (_objective(settings), *_device(baseline), *_searched(settings, space),
-                 _trial_length(settings, baseline), _budget(settings, num_trials), ""):
+                 _trial_length(settings, start_per_s), _budget(settings, num_trials),
+                 *_trials(settings, start_per_s), ""):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -49,8 +53,11 @@ def _searched(settings: Settings, space: Space) -> list[str]:
     knobs = [f"  {knob.key}: {words(knob.domain)} ({knob.warmth.value}; from {show(space.start[knob.key])})"
              for knob in space.knobs]
     base = settings.base
-    left = not_searched(base) if isinstance(base, Config) and settings.search == "default" else {}
+    is_own = isinstance(settings.search, Mapping)
+    left = not_searched(base) if isinstance(base, Config) and not is_own else {}
     return [f"searched: {len(space.knobs)} knobs", *knobs,
+            *([f"left as they are, since they decide less than these; search=all varies them, too, and knows more "
+               f"values: {', '.join(space.left_out)}"] if space.left_out else []),
             *([f"left as they are, being the owner's decision: {', '.join(left)}"] if left else []),
             *(() if settings.server is None else _OTHER_SERVER),
             *(["base is left aside: it is about servekit's own engine"] if settings.ignores_base else [])]
@@ -62,10 +69,9 @@ _OTHER_SERVER = (
     "limit or to simulate from, and no memory attack")
 
 
-def _trial_length(settings: Settings, baseline: Baseline) -> str:
+def _trial_length(settings: Settings, rate_per_s: float) -> str:
     requests = settings.budget.requests
     strictest = max(promise.per_mille for promise in settings.slo.promises)
-    rate_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
     return (f"a run of a trial: {requests} requests, about {requests / rate_per_s:.0f} s at {rate_per_s:.2f} req/s, "
             f"shorter as soon as its verdict is certain; {requests_needed(strictest)} requests without a miss would "
             f"prove {strictest / 10:g} % at 95 % confidence")
@@ -75,6 +81,19 @@ def _budget(settings: Settings, num_trials: int) -> str:
     budget = settings.budget
     done = f"; {num_trials} trials are there already" if num_trials else ""
     return f"budget: {budget.minutes:g} minutes, {budget.confirm_share:.0%} of them for the confirmation{done}"
+
+
+def _trials(settings: Settings, rate_per_s: float) -> list[str]:
+    """How many configurations there is time for, and what each may take of it."""
+    search_s, allowance, limit = settings.budget.search_s, settings.allowance, settings.budget.trials
+    holding_s = min(allowance.most_s, RateSearch.max_runs * allowance.shortest_s(rate_per_s, holds=True))
+    holding, losing = ceil(search_s / holding_s), round(1 / LOSING_SHARE)
+    return [f"trials: about {holding} if each holds at such a rate and is bracketed in {RateSearch.max_runs} runs, at "
+            f"least {losing} if none holds anything, more where a run is soon seen to fail beside a better one"
+            f"{'' if limit is None else f'; no more than {limit}, as budget.trials says'}",
+            f"of {search_s / 60:.1f} minutes for the search, a configuration that holds nothing gets at most "
+            f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), any other {allowance.most_s:.0f} s; no rate below "
+            f"{min(rate_per_s, allowance.lowest_per_s):.2f} req/s is tried, where one run would take longer than that"]
 
 
 def print_trial(study: TuningStudy, candidate: Candidate, outcome: Outcome, left_s: float, console: Console) -> None:
@@ -102,9 +121,12 @@ def _ending(outcome: Outcome) -> str:
         return f"{ending} ({detail})" if detail else ending
     if outcome.rate_per_s > 0:
         return f"holds at {outcome.rate_per_s:.2f} req/s"
-    broken = [name for name, value in outcome.violations.items() if value > 0]
+    broken = ", ".join(name for name, value in outcome.violations.items() if value > 0)
     lowest = min((run["rate_per_s"] for run in outcome.facts["runs"]), default=0.0)
-    return f"breaks {', '.join(broken)} at {lowest:.2f} req/s"
+    if outcome.facts["is_out_of_time"]:
+        return (f"no rate held down to {lowest:.2f} req/s in the time that one configuration may take: "
+                f"there it breaks {broken}")
+    return f"breaks {broken} at {lowest:.2f} req/s"
 
 
 def shown_values(candidate: Candidate) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,10 @@ from servekit.tuner.launch import Configuration
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.machine import MachineUse
 from servekit.tuner.measure import Measurement, Tolerance, measure
-from servekit.tuner.rate_search import RateSearch
+from servekit.tuner.rate_search import Allowance, RateSearch
 from servekit.tuner.run_log import RunLog
 from servekit.tuner.slo import Slo
+from servekit.tuner.study import Trial
 from servekit.tuner.trial import Candidate, Ending, Outcome, violations
 
 _RUNS_WITHOUT_INCUMBENT = 6
@@ -125,6 +126,8 @@ class TrialExecutor:
         self._tolerance = tolerance
         self._runner = asyncio.Runner()
         self._num_runs = 0
+        self.allowance = Allowance()
+        """What each trial may take."""
         self.start_per_s = 1.0
         """Where the search for a rate begins as long as no trial has held any."""
         self.incumbent_per_s = 0.0
@@ -137,6 +140,13 @@ class TrialExecutor:
         self._runner.run(self._host.stop())
         self._runner.close()
 
+    def begin(self, start_per_s: float, trials: Iterable[Trial]) -> None:
+        """Begin a study at a rate, or go on with one that has trials: the search begins where they left off."""
+        self.start_per_s, self.incumbent_per_s = start_per_s, 0.0
+        for trial in trials:
+            if trial.ending is Ending.measured:
+                self._learn(trial.rate_per_s, trial.facts)
+
     def run(self, candidate: Candidate) -> Outcome:
         """Measure one: find the highest rate at which it keeps the objective."""
         started_s = time.monotonic()
@@ -147,7 +157,8 @@ class TrialExecutor:
             if failure.ending is Ending.crashed:
                 self._runner.run(self._host.stop())
             return Outcome(failure.ending, facts={"error": str(failure), "duration_s": time.monotonic() - started_s})
-        self.incumbent_per_s = max(self.incumbent_per_s, outcome.rate_per_s)
+        if outcome.ending is Ending.measured:
+            self._learn(outcome.rate_per_s, outcome.facts)
         return replace(outcome, facts={**outcome.facts, "duration_s": time.monotonic() - started_s})
 
     def measure_at(self, config: Configuration, rate_per_s: float, num_requests: int, stream: str, *, cold: bool,
@@ -169,8 +180,16 @@ class TrialExecutor:
     def rate_search(self) -> RateSearch:
         """A search that begins where the incumbent holds. Until there is one, how bad a configuration is matters."""
         if self.incumbent_per_s > 0:
-            return RateSearch(self.incumbent_per_s)
-        return RateSearch(self.start_per_s, max_losing_runs=_RUNS_WITHOUT_INCUMBENT)
+            return RateSearch(self.incumbent_per_s, allowance=self.allowance)
+        return RateSearch(self.start_per_s, max_losing_runs=_RUNS_WITHOUT_INCUMBENT, allowance=self.allowance)
+
+    def _learn(self, rate_per_s: float, facts: Mapping[str, Any]) -> None:
+        """The next search begins at the best rate that any has held. Until one has, it begins below the rates at which
+        others have failed, down to the lowest that is worth trying: anything that holds is worth more than a high rate.
+        """
+        self.incumbent_per_s = max(self.incumbent_per_s, rate_per_s)
+        if self.incumbent_per_s == 0:
+            self.start_per_s = min(self.start_per_s, max(facts.get("lower_per_s", 0.0), self.allowance.lowest_per_s))
 
     def _prepare(self, config: Configuration, cold: bool) -> Warm:
         started_s = time.monotonic()
@@ -186,27 +205,29 @@ class TrialExecutor:
         while (rate_per_s := search.next_rate()) is not None:
             stream = f"trial {candidate.number} run {len(runs)}"
             measured, path = self._runner.run(self._measure(
-                candidate.config, rate_per_s, self.length.at(rate_per_s), stream, warm, stops_early=True))
+                candidate.config, rate_per_s, self.length.at(rate_per_s), stream, warm, stops_early=True,
+                losing_s=search.losing_left_s))
             runs.append(_described(rate_per_s, measured, path))
             if measured.engine_failures:
                 raise EngineFailed(Ending.crashed, f"{measured.engine_failures} requests were lost at "
                                    f"{rate_per_s:.2f} req/s")
             if measured.problems:
                 return Outcome(Ending.invalid, facts={"runs": runs, "problems": [p.value for p in measured.problems]})
-            search.tell(rate_per_s, measured.holds)
+            search.tell(rate_per_s, measured.holds, measured.duration_s)
             if rate_per_s < lowest_per_s or measured.holds:
-                lowest_per_s, closest = rate_per_s, violations(measured.tallies)
+                lowest_per_s, closest = rate_per_s, violations(measured.tallies, measured.is_given_up)
         return Outcome(Ending.measured, search.held_per_s, closest,
-                       {"runs": runs, "warm": warm.value, "bound": dict(self._host.bounds)})
+                       {"runs": runs, "warm": warm.value, "bound": dict(self._host.bounds),
+                        "lower_per_s": search.lower_per_s, "is_out_of_time": search.is_out_of_time})
 
     async def _measure(self, config: Configuration, rate_per_s: float, num_requests: int, stream: str, warm: Warm,
-                       stops_early: bool) -> tuple[Measurement, Path]:
+                       stops_early: bool, losing_s: float = inf) -> tuple[Measurement, Path]:
         host = self._host
         host.begin_run()
         vocab_size = host.description.vocab_size or self.plan.bench.vocab_high
         load = self.plan.load(rate_per_s, num_requests, stream, vocab_size)
         measured = await measure(host.target, load, self._slo, MachineUse(host.processes), host.steps,
-                                 self._tolerance, stops_early)
+                                 self._tolerance, stops_early, losing_s)
         self._num_runs += 1
         path = self.runs_folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{self._num_runs:04}.json"
         RunLog(rate_per_s, stream, warm.value, num_requests, self.plan.warmup_requests, config, measured).write(path)

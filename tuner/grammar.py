@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from servekit.config.describe import COMPONENT_KIND, Key, accepts, allowed_values, components, nearest, type_words
 from servekit.config.errors import ConfigError, require, show
 from servekit.config.schema import Config
-from servekit.tuner.default_space import Facts, default_space
+from servekit.tuner.default_space import Breadth, Facts, default_space
 from servekit.tuner.space import (
     Domain,
     Integers,
@@ -42,14 +42,14 @@ LOG_TAG = "log"
 
 
 def parse_space(value: object, base: Config, facts: Facts) -> Space:
-    """The space that `search` in a tuning file describes: `default`, or knobs in Hydra's override grammar.
+    """The space that `search` in a tuning file describes: `default`, `all`, or knobs in Hydra's override grammar.
 
     Raises:
         ConfigError: an unknown key, a value that the key does not take, or nothing to search; keys below `search`.
     """
-    if value == "default":
-        return default_space(base, facts)
-    remedy = f"write {SEARCH}=default, or knobs such as scheduler.max_num_seqs: choice(32, 64, 128)"
+    if value in [breadth.value for breadth in Breadth]:
+        return default_space(base, facts, Breadth(value))
+    remedy = f"write {SEARCH}=default, {SEARCH}=all, or knobs such as scheduler.max_num_seqs: choice(32, 64, 128)"
     require(isinstance(value, Mapping) and len(value) > 0, SEARCH, value, "names no knob", remedy)
     assert isinstance(value, Mapping)
     knobs: dict[str, Knob] = {}
@@ -188,6 +188,8 @@ def _check_value(path: str, key: Key, value: object) -> None:
     if kinds := kinds_of(key):
         require(value in kinds, path, value, f"{key.name} takes one of {', '.join(kinds)}", "correct that value")
         return
+    require(not isinstance(value, list | dict), path, value, "a list cannot be searched by its name",
+            f"set {key.name} in the base configuration, or leave it to {SEARCH}=default")
     is_word = show(value) in allowed_values(key.annotation)
     is_whole = isinstance(value, int) and accepts(key.annotation, float)
     require(is_word or is_whole or accepts(key.annotation, type(value)), path, value,

@@ -19,7 +19,8 @@ that come with servekit: batch, chat, code, rag (conf/slo/).
     preset: interactive
     model: smollm2-135m
     scheduler.max_num_seqs: 64
-  search: default                       all knobs that speed depends on, or your own:
+  search: default                       what decides how much load is held; all: everything that speed depends on; or
+                                        knobs of your own:
     scheduler/policy: choice(fifo, sjf)
     scheduler.max_num_seqs: range(16, 129, 16)
     scheduler.prefill.chunk_tokens: tag(log, interval(32, 1024))

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -75,6 +76,8 @@ class Measurement:
     duration_s: float
     problems: tuple[Problem, ...]
     is_stopped_early: bool
+    is_given_up: bool = False
+    """Whether it was stopped without a verdict: it had too many misses for its length, and its time was used up."""
 
     @property
     def holds(self) -> bool:
@@ -89,11 +92,12 @@ class Measurement:
 
 
 async def measure(target: Target, load: Load, slo: Slo, machine: MachineUse, steps: Sequence[TimedStep],
-                  tolerance: Tolerance, stops_early: bool = True) -> Measurement:
+                  tolerance: Tolerance, stops_early: bool = True, losing_s: float = inf) -> Measurement:
     """Send a load, open loop, and judge it.
 
     `steps` is what the engine reports of its steps while the run goes on; `machine` tells how much of the machine
     others used. Without `stops_early` every request is waited for, so that its figures are those of the whole load.
+    With it, a run that would fail if it went on as it has begun is given up after `losing_s`.
     """
     judge = _Judge(target, slo, load)
     limits = Limits(num_requests=load.num_requests, warmup_requests=load.warmup_requests, timeout_s=load.timeout_s)
@@ -101,23 +105,30 @@ async def measure(target: Target, load: Load, slo: Slo, machine: MachineUse, ste
     judge.watches(run)
     machine.start()
     started_s = time.monotonic()
-    watcher = asyncio.create_task(_stop_when_certain(judge, run)) if stops_early else None
+    watcher = asyncio.create_task(_stop_when_certain(judge, run, started_s + losing_s)) if stops_early else None
     records = await run.run()
+    given_up_at: tuple[Tally, ...] = ()
     if watcher is not None:
         watcher.cancel()
         with suppress(asyncio.CancelledError):
-            await watcher
+            given_up_at = await watcher
     duration_s = time.monotonic() - started_s
-    tallies = judge.verdict.tallies(time.monotonic())
-    verdict = judge.verdict.at(time.monotonic())
+    tallies = given_up_at or judge.verdict.tallies(time.monotonic())
+    verdict = Verdict.undecided if given_up_at else judge.verdict.at(time.monotonic())
     problems = _problems(records, load, slo, machine.share_of_others(), steps, tolerance)
-    return Measurement(verdict, tallies, records, duration_s, problems, run.is_stopped)
+    return Measurement(verdict, tallies, records, duration_s, problems, run.is_stopped, bool(given_up_at))
 
 
-async def _stop_when_certain(judge: _Judge, run: LoadRun) -> None:
-    while judge.verdict.at(time.monotonic()) is Verdict.undecided:
+async def _stop_when_certain(judge: _Judge, run: LoadRun, give_up_s: float) -> tuple[Tally, ...]:
+    """Stop a run; how its promises stood if it was given up, and nothing if its verdict is certain."""
+    while judge.verdict.at(now_s := time.monotonic()) is Verdict.undecided:
+        tallies = judge.verdict.tallies(now_s)
+        if now_s >= give_up_s and any(tally.is_losing for tally in tallies):
+            run.cut()
+            return tallies
         await asyncio.sleep(_LOOK_EVERY_S)
     run.cut()
+    return ()
 
 
 class _Judge:

@@ -21,17 +21,19 @@ from servekit.tuner.confirmation import (
     Progress,
     Rules,
     plan_time,
+    roles_of,
     round_s,
 )
 from servekit.tuner.emission import TunedFor, results_of
 from servekit.tuner.executor import Description, RunLength, TrialExecutor
-from servekit.tuner.judgement import Judgement, Role
+from servekit.tuner.judgement import Judgement, Role, judge
 from servekit.tuner.report import Findings, write_report
 from servekit.tuner.reverts import Revert, describe_revert, put_back
 from servekit.tuner.settings import Settings
 from servekit.tuner.space import Space
 from servekit.tuner.study import Origin, Trial, TuningStudy
 from servekit.tuner.subject import Subject
+from servekit.tuner.trial import Ending
 
 REPORT = "report.html"
 ATTACKS = "attacks"
@@ -46,7 +48,7 @@ def conclude(settings: Settings, subject: Subject, executor: TrialExecutor, stud
              console: Console) -> bool:
     """Confirm the best, attack the winner, write everything; whether anything holds the objective."""
     if not study.shortlist(1):
-        _say_nothing_holds(study, console)
+        _conclude_without_any(settings, executor, study, space, about, console)
         return False
     finalists = _finalists(settings, study, random)
     confirmed = _confirm(settings, executor, finalists, left_s, console)
@@ -62,21 +64,55 @@ def conclude(settings: Settings, subject: Subject, executor: TrialExecutor, stud
     return certificate.judgement.winner is not None
 
 
-def _say_nothing_holds(study: TuningStudy, console: Console) -> None:
-    """The best achievable, and what bound it."""
-    measured = [trial for trial in study.trials if trial.ending.has_verdict]
-    if not measured:
-        console.print("no configuration could be measured", style="yellow")
-        return
-    closest = min(measured, key=lambda trial: max(trial.constraints.values()))
-    broken = ", ".join(name for name, value in closest.constraints.items() if value > 0)
-    bounds: dict[str, int] = dict(closest.facts.get("bound", {}))
-    binding = f"; most of its steps were bound by {max(bounds, key=lambda name: bounds[name])}" if bounds else ""
-    rates = [run["rate_per_s"] for run in closest.facts.get("runs", ())]
-    console.print(f"nothing holds the objective. Closest: trial {closest.number} at {min(rates, default=0.0):.2f} "
-                  f"req/s, which breaks {broken}{binding}. Its settings: "
-                  f"{', '.join(f'{key}={show(value)}' for key, value in closest.values.items())}",
+# --- when the search has found nothing --------------------------------------------------------------------------------
+
+def _conclude_without_any(settings: Settings, executor: TrialExecutor, study: TuningStudy, space: Space,
+                          about: Description, console: Console) -> None:
+    """The best achievable, and what bound it; there is nothing to be measured again."""
+    closest = _closest(study)
+    words = "" if closest is None else _closest_words(closest)
+    confirmed = _nothing_confirmed(settings, study, closest)
+    _write(settings, executor, study, space, about, confirmed, {}, (), (), words)
+    console.print(f"nothing holds the objective. {words}" if words else "no configuration could be measured",
                   style="yellow", highlight=False, soft_wrap=True)
+    if any(trial.facts.get("is_out_of_time") for trial in study.trials):
+        console.print("lower rates were not tried, since there was no time for them: raise budget.minutes, or lower "
+                      "budget.requests", style="yellow", highlight=False, soft_wrap=True)
+    console.print(f"report: {settings.folder / REPORT}", highlight=False)
+
+
+def _closest(study: TuningStudy) -> Trial | None:
+    """The trial that came closest to holding; None: none could be measured."""
+    measured = [trial for trial in study.trials if trial.ending is Ending.measured]
+    return min(measured, key=lambda trial: max(trial.constraints.values()), default=None)
+
+
+def _closest_words(trial: Trial) -> str:
+    broken = ", ".join(name for name, value in trial.constraints.items() if value > 0)
+    bounds: dict[str, int] = dict(trial.facts.get("bound", {}))
+    binding = f"; most of its steps were bound by {max(bounds, key=lambda name: bounds[name])}" if bounds else ""
+    lowest_per_s = min(run["rate_per_s"] for run in trial.facts["runs"])
+    return (f"Closest: trial {trial.number} at {lowest_per_s:.2f} req/s, which breaks {broken}{binding}. Its settings: "
+            f"{', '.join(f'{key}={show(value)}' for key, value in trial.values.items())}")
+
+
+def _nothing_confirmed(settings: Settings, study: TuningStudy, closest: Trial | None) -> Confirmed:
+    """The default and what came closest, with the reason why neither was measured again."""
+    base_hash = config_hash(settings.base)
+    base = next((trial for trial in study.trials if trial.config_hash == base_hash), None)
+    default = Finalist("default", Role.default, settings.base, 0.0)
+    reasons = {default.name: "was not measured" if base is None else _why_not(base)}
+    finalists = [default]
+    if closest is not None and closest.config_hash != base_hash:
+        finalists.insert(0, finalist_of(settings, study, closest, f"trial {closest.number}", Role.tuned, 0.0))
+        reasons[f"trial {closest.number}"] = _why_not(closest)
+    return Confirmed(tuple(finalists), (), reasons, judge(settings.slo, roles_of(finalists), ()))
+
+
+def _why_not(trial: Trial) -> str:
+    if trial.ending.has_verdict:
+        return "held the objective at no rate that was tried"
+    return f"{trial.ending.value.replace('_', ' ')}: {trial.facts.get('error', '')}".rstrip(": ")
 
 
 # --- confirmation and attack ------------------------------------------------------------------------------------------
@@ -197,13 +233,13 @@ def _emitted(settings: Settings, subject: Subject, about: Description, confirmed
 
 def _write(settings: Settings, executor: TrialExecutor, study: TuningStudy, space: Space, about: Description,
            confirmed: Confirmed, attacks: dict[str, Path], files: Sequence[Path],
-           reverts: Sequence[Revert]) -> Certificate:
+           reverts: Sequence[Revert], closest: str = "") -> Certificate:
     """The certificate and the report."""
     folder = settings.folder
     certificate = certify(folder, settings.slo, executor.plan, confirmed, attacks, files,
                           _circumstances(settings, study, about))
     write_report(Findings(certificate, folder, executor.runs_folder, space, study.trials, about.model,
-                          _workload_words(settings), reverts=reverts), folder / REPORT)
+                          _workload_words(settings), reverts=reverts, closest=closest), folder / REPORT)
     return certificate
 
 

@@ -3,7 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
+
+from servekit.tuner.slo import Slo
+
+LOSING_SHARE = 0.1
+"""Of the time for the search, what a configuration may take that holds nothing. A tenth: even where nothing holds, as
+many are tried as a sampler sees before it learns."""
+HOLDING_SHARE = 0.5
+"""Of the time for the search, what any configuration may take. A half: there is time for another that may be better."""
+_STEPS_DOWN = 2
+"""Factors from a rate that failed to the next one, while none has held."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What the search for one configuration's rate may take."""
+
+    losing_s: float = inf
+    """Time for its runs as long as none of them has held."""
+    most_s: float = inf
+    """Time for all its runs."""
+    requests_to_fail: int = 0
+    """Requests of a run, the warm-up included, before which it cannot fail."""
+    requests_to_hold: int = 0
+    """The same, before which it cannot hold."""
+
+    @classmethod
+    def of(cls, search_s: float, slo: Slo, num_requests: int, warmup_requests: int) -> Allowance:
+        """For runs of `num_requests` that are judged, when there are `search_s` for the whole search."""
+        misses = min(promise.misses_allowed(num_requests) for promise in slo.promises)
+        return cls(LOSING_SHARE * search_s, HOLDING_SHARE * search_s, warmup_requests + misses + 1,
+                   warmup_requests + num_requests - misses)
+
+    @property
+    def lowest_per_s(self) -> float:
+        """The lowest rate worth trying: below it, a run that holds takes more time than there is."""
+        return self.requests_to_hold / self.most_s
+
+    def shortest_s(self, rate_per_s: float, holds: bool) -> float:
+        """The least that a run at this rate takes until it is known to hold, or to fail."""
+        return (self.requests_to_hold if holds else self.requests_to_fail) / rate_per_s
+
+    def allows(self, rate_per_s: float, taken_s: float, has_held: bool) -> bool:
+        """Whether a run at this rate may begin after others that took `taken_s`."""
+        return (taken_s + self.shortest_s(rate_per_s, holds=True) <= self.most_s
+                and (has_held or taken_s + self.shortest_s(rate_per_s, holds=False) <= self.losing_s))
 
 
 @dataclass
@@ -23,40 +68,66 @@ class RateSearch:
     max_runs: int = 8
     max_losing_runs: int = 3
     """Runs for a configuration that fails where it starts: how bad it is need not be known exactly."""
+    allowance: Allowance = Allowance()
+    """The first run is made in any case: without one nothing is known."""
     held_per_s: float = 0.0
     """Highest rate that held; 0: none yet."""
     failed_per_s: float | None = None
     """Lowest rate that failed."""
     _rates: list[float] = field(default_factory=list)
+    _taken_s: float = 0.0
 
     @property
     def lowest_tried_per_s(self) -> float:
         """Where a configuration that held nowhere came closest."""
         return min(self._rates, default=self.start_per_s)
 
+    @property
+    def lower_per_s(self) -> float:
+        """The next rate below those that were tried."""
+        return self.lowest_tried_per_s / self.factor ** _STEPS_DOWN
+
+    @property
+    def losing_left_s(self) -> float:
+        """How long the next run may last while it looks like another failure."""
+        return self.allowance.losing_s - self._taken_s if self.held_per_s == 0 else inf
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether nothing has held, and only for want of time no lower rate is tried."""
+        return (self.held_per_s == 0 and 0 < len(self._rates) < self._run_limit
+                and not self._allows(self.lower_per_s))
+
     def next_rate(self) -> float | None:
-        """The rate to try next, in requests per second; None: it is known well enough."""
+        """The rate to try next, in requests per second; None: it is known well enough, or the time is used up."""
         if not self._rates:
             return self.start_per_s
-        if len(self._rates) >= self._run_limit:
-            return None
-        if self.failed_per_s is None:
-            return self.held_per_s * self.factor
-        if self.held_per_s == 0:
-            return self.failed_per_s / self.factor ** 2
-        if self.failed_per_s / self.held_per_s <= 1 + self.tolerance:
-            return None
-        return sqrt(self.held_per_s * self.failed_per_s)
+        wanted = self._wanted_rate() if len(self._rates) < self._run_limit else None
+        return wanted if wanted is not None and self._allows(wanted) else None
 
-    def tell(self, rate_per_s: float, holds: bool) -> None:
-        """What became of a rate."""
+    def tell(self, rate_per_s: float, holds: bool, took_s: float = 0.0) -> None:
+        """What became of a rate, and how long that took."""
         self._rates.append(rate_per_s)
+        self._taken_s += took_s
         if not holds:
             self.failed_per_s = rate_per_s if self.failed_per_s is None else min(self.failed_per_s, rate_per_s)
             if self.held_per_s >= rate_per_s:
                 self.held_per_s = 0.0
         elif self.failed_per_s is None or rate_per_s < self.failed_per_s:
             self.held_per_s = max(self.held_per_s, rate_per_s)
+
+    def _wanted_rate(self) -> float | None:
+        """What would be tried if there were any amount of time."""
+        if self.failed_per_s is None:
+            return self.held_per_s * self.factor
+        if self.held_per_s == 0:
+            return self.lower_per_s
+        if self.failed_per_s / self.held_per_s <= 1 + self.tolerance:
+            return None
+        return sqrt(self.held_per_s * self.failed_per_s)
+
+    def _allows(self, rate_per_s: float) -> bool:
+        return self.allowance.allows(rate_per_s, self._taken_s, has_held=self.held_per_s > 0)
 
     @property
     def _run_limit(self) -> int:

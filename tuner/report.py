@@ -54,6 +54,8 @@ class Findings:
     """What was going to be searched and measured, line by line."""
     reverts: Sequence[Revert] = ()
     """The winner with each of its knobs put back."""
+    closest: str = ""
+    """Where the search found nothing that holds: what came closest, and what bound it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def report_data(findings: Findings) -> dict[str, Any]:
         "objective": [_promise_text(promise) for promise in slo.promises],
         "workload": findings.workload, "model": findings.model, "made_at": certificate.claim.made_at,
         "device": dict(certificate.claim.device), "winner": judgement.winner, "ratio": asdict_or_none(judgement.ratio),
-        "differences": [asdict(difference) for difference in judgement.differences],
+        "closest": findings.closest, "differences": [asdict(difference) for difference in judgement.differences],
         "rows": [_row(certificate, found) for found in judgement.finalists], "failures": certificate.claim.failures,
         "plan": list(findings.plan), "space": list(_space_rows(findings)),
         "curves": list(_curves(certificate, slo, runs)), "knees": list(_knees(slo, shown, runs)),
@@ -131,10 +133,10 @@ class _Shown:
 
 
 def _shown(certificate: Certificate) -> list[_Shown]:
-    """The winner and whom it is compared with; without a winner, the first that the search found."""
+    """The winner and whom it is compared with; without a winner, the first that the search found and was measured."""
     judgement = certificate.judgement
-    tuned = (found.name for found in judgement.finalists if found.role is Role.tuned and found.rates)
-    first = judgement.winner or next(tuned, None)
+    tuned = [found for found in judgement.finalists if found.role is Role.tuned]
+    first = judgement.winner or next((found.name for found in sorted(tuned, key=lambda found: not found.rates)), None)
     hashes = {finalist.name: finalist.config_hash for finalist in certificate.claim.finalists}
     return [_Shown(found.name, found.role, hashes[found.name], found) for found in judgement.finalists
             if found.name == first or found.role is not Role.tuned]
@@ -304,7 +306,8 @@ def _reason(trial: Trial) -> str:
         error = trial.facts.get("error")
         return f"{_REASONS[trial.ending]}: {error}" if error else _REASONS[trial.ending]
     broken = [name for name, value in trial.constraints.items() if value > 0]
-    return f"missed {', '.join(broken)} at every rate that was tried"
+    time = " in the time that one configuration may take" if trial.facts.get("is_out_of_time") else ""
+    return f"missed {', '.join(broken)} at every rate that was tried{time}"
 
 
 def _importance(findings: Findings) -> dict[str, Any]:
@@ -371,9 +374,10 @@ def _facts(certificate: Certificate, runs: Sequence[_Run]) -> Iterator[tuple[str
                        "requests a run")
     yield "objective", claim.slo_fingerprint
     yield "base", " ".join(claim.base_overrides) or "as it is"
-    yield "runs", f"{len(claim.runs)}, each on a fresh process"
-    streams = ", ".join(dict.fromkeys(run.run.stream for run in runs))
-    yield "arrivals", f"random streams {streams}: the search used none of them"
+    if runs:
+        yield "runs", f"{len(claim.runs)}, each on a fresh process"
+        streams = ", ".join(dict.fromkeys(run.run.stream for run in runs))
+        yield "arrivals", f"random streams {streams}: the search used none of them"
     for name, attack in certificate.attacks.items():
         memory = "unknown" if attack.peak_memory_bytes is None else f"{attack.peak_memory_bytes / 2**20:.0f} MiB"
         survival = "survived" if attack.survived else "DID NOT survive"

@@ -3,7 +3,7 @@
     slo:      {ttft: {p99: 2s}, tpot: {p99: 150ms}}
     workload: {name: chat, rate: auto}            # or {trace: chat.csv}; other keys are those of `servekit bench`
     base:     {preset: interactive, model: smollm2-135m}
-    search:   default                             # or knobs: {scheduler.max_num_seqs: "choice(16, 32, 64)"}
+    search:   default                             # or all, or knobs: {scheduler.max_num_seqs: "choice(16, 32, 64)"}
     budget:   {minutes: 20}
     study:    {sampler: tpe, seed: 0}
     compare:  [rule_of_thumb, random]             # beside the default, which always is
@@ -33,6 +33,7 @@ from servekit.tuner.document import read_document
 from servekit.tuner.judgement import Role
 from servekit.tuner.launch import Configuration
 from servekit.tuner.load_plan import LoadPlan
+from servekit.tuner.rate_search import Allowance
 from servekit.tuner.server_settings import KEYS as TARGET_KEYS
 from servekit.tuner.server_settings import ServerSettings, TargetKind, parse_server, target_kind
 from servekit.tuner.slo import Slo, parse_slo
@@ -71,6 +72,11 @@ class Budget:
     max_slowdown: float | None = 1.25
     """Factor by which steps of equal size may slow down in the course of a run. null: not checked."""
 
+    @property
+    def search_s(self) -> float:
+        """Time for the search, in seconds: what is not kept for the confirmation."""
+        return self.minutes * 60 * (1 - self.confirm_share)
+
     def __post_init__(self) -> None:
         _number("budget.minutes", self.minutes, _LEAST_MINUTES)
         if self.trials is not None:
@@ -103,7 +109,7 @@ class Settings:
     base: Configuration
     """Where the search starts from."""
     search: object
-    """As in the file: `default`, or knobs."""
+    """As in the file: `default`, `all`, or knobs."""
     budget: Budget
     study: StudyOptions
     folder: Path
@@ -113,6 +119,11 @@ class Settings:
     """What is tuned instead of servekit's own engine."""
     compare: tuple[Role, ...] = ()
     """With whom the winner is compared, beside the default."""
+
+    @property
+    def allowance(self) -> Allowance:
+        """What the search for one configuration's rate may take of the time."""
+        return Allowance.of(self.budget.search_s, self.slo, self.budget.requests, self.budget.warmup_requests)
 
     @property
     def ignores_base(self) -> bool:

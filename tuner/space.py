@@ -18,6 +18,7 @@ from servekit.config.schema import Config
 from servekit.tuner.launch import Configuration, LaunchConfig
 
 Value: TypeAlias = bool | int | float | str | None
+"""A list stands as the text that an override has for it."""
 
 
 @cache
@@ -166,10 +167,12 @@ class Space:
     knobs: tuple[Knob, ...]
     start: Mapping[str, Value] = field(default_factory=dict)
     """The point of the base configuration."""
+    left_out: tuple[str, ...] = ()
+    """Settings that might be knobs and are not, since they decide less than those that are."""
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits that two spaces share exactly when their knobs are equal; `start` does not count."""
+        """Twelve hex digits that two spaces share exactly when their knobs are equal; nothing else counts."""
         text = json.dumps([repr(knob) for knob in self.knobs])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -204,6 +207,8 @@ def _override_key(key: str, value: Value) -> str:
 
 
 def _plain(value: object) -> Value:
+    if isinstance(value, list | tuple):
+        return show(value)
     assert value is None or isinstance(value, bool | int | float | str)
     return value
 
@@ -211,13 +216,15 @@ def _plain(value: object) -> Value:
 # --- from the schema to knobs -----------------------------------------------------------------------------------------
 
 HOT_SECTIONS = ("scheduler", "memory")
-"""What a live engine can change: the scheduler, its limits, and the pool of KV blocks. The rest needs a process."""
+"""What a live engine can change: the scheduler, its limits, and the pool of KV blocks."""
+_HOT_KEYS = ("engine.graph_batch_sizes",)
+"""The same: graphs are captured again for every new pool. The rest needs a process."""
 
 
 def knob_of(key: Key, domain: Domain) -> Knob:
     """The knob that varies a setting."""
     condition = Condition(f"{key.section}.{COMPONENT_KIND}", key.kinds) if key.kinds and not kinds_of(key) else None
-    is_hot = key.name.partition(".")[0] in HOT_SECTIONS
+    is_hot = key.name.partition(".")[0] in HOT_SECTIONS or key.name in _HOT_KEYS
     return Knob(key.name, domain, condition, Warmth.hot if is_hot else Warmth.cold)
 
 
@@ -227,10 +234,10 @@ def kinds_of(key: Key) -> tuple[str, ...]:
 
 
 def base_value(key: Key, base: Config) -> Value:
-    """What a configuration gives to a setting; where it has another component, the default. null for a list or such."""
+    """What a configuration gives to a setting; where it has another component, the default. null for a mapping."""
     default = key.default.name if isinstance(key.default, Enum) else key.default
     value = flatten(base).get(key.name, default)
-    return value if isinstance(value, bool | int | float | str) else None
+    return _plain(value) if isinstance(value, bool | int | float | str | list | tuple) else None
 
 
 def refusal(key: Key, value: Value) -> ConfigError | None:

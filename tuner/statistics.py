@@ -233,7 +233,12 @@ def percentile_interval_by_blocks(blocks: Sequence[Array], per_mille: int, confi
     below, above = percentile_ranks(worth, per_mille, confidence)
     ranked = Interval(-inf if below is None else float(values[max(1, below * len(values) // worth) - 1]),
                       inf if above is None else float(values[-(-above * len(values) // worth) - 1]))
-    drawn = block_bootstrap(blocks, lambda rows: float(np.quantile(rows, per_mille / 1000, method="inverted_cdf")),
-                            confidence=confidence, seed=seed)
+    drawn = block_bootstrap(blocks, lambda rows: percentile(rows, per_mille), confidence=confidence, seed=seed)
     return ranked.hull(drawn)
+
+
+def percentile(values: Array, per_mille: int) -> float:
+    """The smallest value that `per_mille` thousandths of them do not exceed; found without sorting them all."""
+    place = rank(per_mille, len(values)) - 1
+    return float(np.partition(values, place)[place])
 

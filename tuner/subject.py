@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from servekit.config.resolve import config_hash
-from servekit.config.schema import Config
+from servekit.config.schema import Config, KernelSet
 from servekit.tuner.adviser import Adviser
 from servekit.tuner.attack import AttackLog, attack_process
 from servekit.tuner.default_space import Facts
@@ -66,9 +66,11 @@ class OwnEngine:
     host: EngineHost
 
     def space(self, about: Description) -> Space:
-        """The default one, or the user's own."""
+        """One of those that need not be written, or the user's own."""
         assert about.max_model_len is not None
-        facts = Facts(os.cpu_count() or 1, about.details["name"].startswith("cuda"), about.max_model_len)
+        is_gpu = about.details["name"].startswith("cuda")
+        facts = Facts(os.cpu_count() or 1, is_gpu, about.max_model_len,
+                      has_graphs=is_gpu and about.details["kernels"] == KernelSet.triton.value)
         return parse_space(self.settings.search, self.base, facts)
 
     def fingerprint(self, space: Space) -> str:

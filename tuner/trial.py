@@ -82,9 +82,9 @@ class Outcome:
             raise ValueError(f"rate {self.rate_per_s} or violations {dict(self.violations)} are not finite numbers")
 
 
-def violations(tallies: Sequence[Tally]) -> dict[str, float]:
-    """How far each promise is from holding."""
-    return {tally.promise.name: tally.violation for tally in tallies}
+def violations(tallies: Sequence[Tally], is_given_up: bool = False) -> dict[str, float]:
+    """How far each promise is from holding; of a run that was given up, if it had gone on as it began."""
+    return {tally.promise.name: tally.projected_violation if is_given_up else tally.violation for tally in tallies}
 
 
 class Executor(Protocol):

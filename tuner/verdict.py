@@ -64,15 +64,28 @@ class Tally:
         return Verdict.holds if misses + self.num_open <= allowed else Verdict.undecided
 
     @property
+    def is_losing(self) -> bool:
+        """Whether it will be broken if the rest of the run goes on like this."""
+        return self.projected_violation > 0
+
+    @property
     def violation(self) -> float:
         """How far the promise is from holding, as an optimiser wants it: above 0 exactly when it is broken.
 
         The logarithm of the misses over those allowed, with half a request added to both. Those of a run that was
         stopped early are projected to its full length, so that worse configurations look worse.
         """
+        is_broken = self.verdict is Verdict.fails
+        return self.projected_violation if is_broken else self._violation_by(self.num_missed + self.num_late)
+
+    @property
+    def projected_violation(self) -> float:
+        """The same of a run that goes on as it has begun."""
         judged, misses = self.num_ended + self.num_late, self.num_missed + self.num_late
-        projected = misses * self.num_requests / judged if self.verdict is Verdict.fails else misses
-        return log((projected + 0.5) / (self.promise.misses_allowed(self.num_requests) + 0.5))
+        return self._violation_by(misses * self.num_requests / judged if judged else 0)
+
+    def _violation_by(self, misses: float) -> float:
+        return log((misses + 0.5) / (self.promise.misses_allowed(self.num_requests) + 0.5))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from bench import Bench, Row
 from torch import Tensor
 
 from servekit.config.compose import compose_serve
-from servekit.config.schema import Config, Device, DType, KernelSet, Quantization
+from servekit.config.schema import Config, Device, DType, KernelSet, KVDType, Quantization
 from servekit.core.request import RequestId, RequestSpec, SamplingParams
 from servekit.engine.build import LoadedModel, assemble
 from servekit.engine.engine import Engine
@@ -31,6 +31,7 @@ from servekit.runner.device import find_device
 from servekit.runner.memory import Formats, weight_bits
 
 _TORCH = {DType.bfloat16: torch.bfloat16, DType.float32: torch.float32}
+_KV_BYTES = {KVDType.fp8: 1, KVDType.bfloat16: 2, KVDType.float32: 4}
 _WARM_UP_STEPS = 4
 _SPARE_TOKENS = 512
 """Beyond the context, for the steps that are measured."""
@@ -160,7 +161,7 @@ class Work:
     @classmethod
     def of(cls, model: LoadedModel) -> Work:
         resolved = model.resolved
-        dtype_bytes, kv_bytes = _TORCH[resolved.dtype].itemsize, _TORCH[resolved.kv_dtype].itemsize
+        dtype_bytes, kv_bytes = _TORCH[resolved.dtype].itemsize, _KV_BYTES[resolved.kv_dtype]
         formats = Formats(resolved.quantization, resolved.kernels, dtype_bytes, kv_bytes)
         return cls(model.spec, weight_bits(model.spec, formats), model.spec.kv_bytes_per_token(kv_bytes))
 

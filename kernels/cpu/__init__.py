@@ -17,6 +17,7 @@ from servekit.kernels.cpu.build import build_library
 from servekit.kernels.cpu.huge_pages import HugePages
 from servekit.kernels.dispatch import Kernels
 from servekit.kernels.fused_layer import FusedLayer, KVLayer, LayerOperands, Product
+from servekit.kernels.grouped_int4_linear import GroupedInt4Weight, repacked
 from servekit.kernels.int4_linear import GROUP_SIZE, Int4Weight
 from servekit.kernels.int8_linear import Int8Weight
 
@@ -53,6 +54,7 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, threads: int, on_compile: C
         paged_attention=_paged_attention,
         int8=partial(_int8_product, pages),
         int4=partial(_int4_product, pages),
+        grouped_int4=partial(_grouped_int4_product, pages),
         has_own_threads=lambda product: isinstance(product, _PackedProduct),
         fused_layer=_fused_layer,
         argmax=_argmax,
@@ -116,6 +118,25 @@ def _int4_product(pages: HugePages, weight: Int4Weight) -> _PackedProduct:
               for values in (weight.scales, weight.minima))
     packed = torch.cat([integers, *(values.view(torch.uint8) for values in halves)], dim=-1)
     return _PackedProduct(pages.place(packed), torch.empty(0), rows)
+
+
+def _grouped_int4_product(pages: HugePages, weight: GroupedInt4Weight) -> Product:
+    """The checkpoint's own numbers, with four bits where these hold them exactly, else with eight."""
+    same = repacked(weight)
+    product = _int4_product(pages, same) if isinstance(same, Int4Weight) else _int8_product(pages, same)
+    return product if weight.inputs is None else _Reordering(product, weight.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reordering:
+    """A product with a matrix whose columns stand in an order of their own."""
+
+    product: Product
+    inputs: Tensor
+    """[in] int64: the columns of x in that order."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x[..., self.inputs])
 
 
 def _fused_layer(operands: LayerOperands) -> FusedLayer | None:

@@ -13,6 +13,7 @@ from servekit.kernels.attention import AttentionBatch
 from servekit.kernels.dispatch import Kernels
 from servekit.kernels.fp4_linear import MXFP4_GROUP, NVFP4_GROUP, Fp4Weight
 from servekit.kernels.fp8_linear import Fp8Weight
+from servekit.kernels.fused_layer import Product
 from servekit.kernels.grouped_int4_linear import GroupedInt4Weight
 from servekit.kernels.int4_linear import GROUP_SIZE, Int4Weight
 from servekit.kernels.int8_linear import Int8Weight
@@ -31,6 +32,8 @@ class TypicalCall:
     run: Callable[[], object]
     is_hot: bool
     """Whether every layer of a step runs it, in the usual formats."""
+    num_bytes: int
+    """What it must at least read and write: each number of its operands once, and no temporary ones."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +62,23 @@ def _elementwise(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[T
     blocks = torch.arange(2, device=device)
     cache = _cache(device, max(2, -(-sizes.rows // _BLOCK_SIZE)), _HEAD_DIM, torch.bfloat16)
     narrow = cache.to(torch.float8_e4m3fn)
-    head_norm = _zeros(device, _HEAD_DIM)
+    head_norm, wide = _zeros(device, _HEAD_DIM), _zeros(device, sizes.rows, 2 * _INTERMEDIATE)
+    turned = q.nbytes + heads.nbytes + table[:sizes.rows].nbytes
     return [
-        TypicalCall("rms_norm", lambda: kernels.rms_norm(x, weight, 1e-5), False),
-        TypicalCall("rms_norm of heads", lambda: kernels.rms_norm(q, head_norm, 1e-5), True),
-        TypicalCall("add_rms_norm", lambda: kernels.add_rms_norm(x, x, weight, 1e-5), True),
-        TypicalCall("silu_and_mul",
-                    partial(kernels.silu_and_mul, _zeros(device, sizes.rows, 2 * _INTERMEDIATE)), True),
+        TypicalCall("rms_norm", lambda: kernels.rms_norm(x, weight, 1e-5), False, 2 * x.nbytes + weight.nbytes),
+        TypicalCall("rms_norm of heads", lambda: kernels.rms_norm(q, head_norm, 1e-5), True,
+                    2 * q.nbytes + head_norm.nbytes),
+        TypicalCall("add_rms_norm", lambda: kernels.add_rms_norm(x, x, weight, 1e-5), True,
+                    4 * x.nbytes + weight.nbytes),
+        TypicalCall("silu_and_mul", lambda: kernels.silu_and_mul(wide), True, wide.nbytes + wide.nbytes // 2),
         TypicalCall("rope_and_cache",
-                    lambda: kernels.rope_and_cache(q, k, v, table, positions, cache, cache, places), True),
+                    lambda: kernels.rope_and_cache(q, k, v, table, positions, cache, cache, places), True,
+                    turned + 2 * k.nbytes),
         TypicalCall("rope_and_cache fp8",
-                    lambda: kernels.rope_and_cache(q, k, v, table, positions, narrow, narrow, places), True),
-        TypicalCall("copy_blocks", lambda: kernels.copy_blocks(cache, cache, blocks, blocks), False),
+                    lambda: kernels.rope_and_cache(q, k, v, table, positions, narrow, narrow, places), True,
+                    turned + k.nbytes),
+        TypicalCall("copy_blocks", lambda: kernels.copy_blocks(cache, cache, blocks, blocks), False,
+                    2 * cache[blocks].nbytes),
     ]
 
 
@@ -88,7 +96,10 @@ def _attention(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Typ
             for window in (None, sizes.context_tokens // 2) if cache_dtype is torch.bfloat16 else (None,):
                 name = f"{kind} {head_dim} {_short(cache_dtype)}{' window' if window else ''}"
                 run = partial(kernels.paged_attention, q, cache, cache, batch, head_dim ** -0.5, window)
-                calls.append(TypicalCall(name, run, dtype is torch.bfloat16 and window is None))
+                seen = [min(length, window + batch.max_query_tokens - 1) if window else length
+                        for length in batch.context_lens_host]
+                calls.append(TypicalCall(name, run, dtype is torch.bfloat16 and window is None,
+                                         2 * q.nbytes + 2 * sum(seen) * _NUM_KV_HEADS * head_dim * cache.itemsize))
     return calls
 
 
@@ -96,12 +107,19 @@ def _products(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Typi
     calls = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = _zeros(device, sizes.rows, _HIDDEN, dtype=dtype)
-        calls += [TypicalCall(f"{name} {_short(dtype)}", partial(product, x), dtype is torch.bfloat16)
-                  for name, product in _matrices(kernels, device).items()]
+        calls += [TypicalCall(f"{name} {_short(dtype)}", partial(matrix.product, x), dtype is torch.bfloat16,
+                              2 * x.nbytes + matrix.num_bytes) for name, matrix in _matrices(kernels, device).items()]
     return calls
 
 
-def _matrices(kernels: Kernels, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
+@dataclass(frozen=True)
+class _Matrix:
+    product: Product
+    num_bytes: int
+    """Of its numbers and scales, as the kernel reads them."""
+
+
+def _matrices(kernels: Kernels, device: torch.device) -> dict[str, _Matrix]:
     """One matrix [hidden, hidden] in every format that the kernels have products for."""
     codes = torch.zeros(_HIDDEN, _HIDDEN, dtype=torch.uint8, device=device)
 
@@ -112,22 +130,26 @@ def _matrices(kernels: Kernels, device: torch.device) -> dict[str, Callable[[Ten
     groups, small = _HIDDEN // _INT4_GROUP, scales(_HIDDEN // GROUP_SIZE, torch.float16)
     one_scale, fp8_weight = Int8Weight(integers, scales(1, torch.float32)), Fp8Weight(
         floats, torch.zeros(_HIDDEN, device=device))
-    products = {
-        "int8": kernels.int8(one_scale),
-        "int8 grouped": kernels.int8(Int8Weight(integers, small.float())),
-        "int8_dynamic": kernels.int8_dynamic(one_scale),
-        "int4": kernels.int4(Int4Weight(codes, small, small)),
-        "grouped_int4": kernels.grouped_int4(
+    eight_bits, four_bits = codes.nbytes, codes.nbytes // 2
+    matrices = {
+        "int8": _Matrix(kernels.int8(one_scale), eight_bits + 4 * _HIDDEN),
+        "int8 grouped": _Matrix(kernels.int8(Int8Weight(integers, small.float())), eight_bits + 4 * small.numel()),
+        "int8_dynamic": _Matrix(kernels.int8_dynamic(one_scale), eight_bits + 4 * _HIDDEN),
+        "int4": _Matrix(kernels.int4(Int4Weight(codes, small, small)), four_bits + 2 * small.nbytes),
+        "grouped_int4": _Matrix(kernels.grouped_int4(
             GroupedInt4Weight(codes, codes[:, :groups].contiguous(), scales(groups, torch.float16))),
-        "fp8": kernels.fp8(fp8_weight),
-        "mxfp4": kernels.fp4(Fp4Weight(codes, scales(_HIDDEN // MXFP4_GROUP, torch.float8_e8m0fnu))),
-        "nvfp4": kernels.fp4(Fp4Weight(codes, scales(_HIDDEN // NVFP4_GROUP, torch.float8_e4m3fn))),
+            four_bits + 3 * groups * _HIDDEN),
+        "fp8": _Matrix(kernels.fp8(fp8_weight), eight_bits + 4 * _HIDDEN),
+        "mxfp4": _Matrix(kernels.fp4(Fp4Weight(codes, scales(_HIDDEN // MXFP4_GROUP, torch.float8_e8m0fnu))),
+                         four_bits + codes.numel() // MXFP4_GROUP),
+        "nvfp4": _Matrix(kernels.fp4(Fp4Weight(codes, scales(_HIDDEN // NVFP4_GROUP, torch.float8_e4m3fn))),
+                         four_bits + codes.numel() // NVFP4_GROUP),
     }
     try:
-        products["fp8_dynamic"] = kernels.fp8_dynamic(fp8_weight)
+        matrices["fp8_dynamic"] = _Matrix(kernels.fp8_dynamic(fp8_weight), eight_bits + 4 * _HIDDEN)
     except ValueError:
-        return products  # Not on this GPU.
-    return products
+        return matrices  # Not on this GPU.
+    return matrices
 
 
 def _sampling(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[TypicalCall]:
@@ -136,9 +158,10 @@ def _sampling(kernels: Kernels, device: torch.device, sizes: Sizes) -> list[Typi
     keys = torch.zeros(sizes.rows, 2, dtype=torch.int64, device=device)
     most = torch.full((sizes.rows,), 50, device=device)
     return [
-        TypicalCall("argmax", lambda: kernels.argmax(logits), True),
-        TypicalCall("draw", lambda: kernels.draw(logits, ones, keys), True),
-        TypicalCall("truncate", lambda: kernels.truncate(logits, ones, most, 0.9 * ones, 0.1 * ones), True),
+        TypicalCall("argmax", lambda: kernels.argmax(logits), True, logits.nbytes),
+        TypicalCall("draw", lambda: kernels.draw(logits, ones, keys), True, logits.nbytes),
+        TypicalCall("truncate", lambda: kernels.truncate(logits, ones, most, 0.9 * ones, 0.1 * ones), True,
+                    2 * logits.nbytes),
     ]
 
 

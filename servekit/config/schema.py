@@ -41,6 +41,19 @@ class DType(Enum):
     float16 = "float16"
 
 
+class KVDType(Enum):
+    """Number format of the KV cache; `auto` is bfloat16 beside quantised weights on a CPU, else the model's."""
+
+    auto = "auto"
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    fp8 = "fp8"
+    """Floats of eight bits (e4m3) without scales: keys and values are kept to four significant bits, those beyond 448
+    as 448."""
+
+
 class KernelSet(Enum):
     """Which implementation of the operations in kernels/ is used."""
 
@@ -119,7 +132,9 @@ class ModelConfig:
     dtype: DType = DType.auto
     """Number format of weights and activations."""
     quantization: Quantization = Quantization.auto
-    """Numbers that the weight matrices are kept in; `auto` takes what the checkpoint stores."""
+    """Numbers that the weight matrices are kept in; `auto` takes `cpu_quantization` or what the checkpoint stores."""
+    cpu_quantization: Quantization = Quantization.auto
+    """What `quantization: auto` is with the C++ operations; `auto` takes what the checkpoint stores."""
     quantization_report: str | None = None
     """File for the error of each matrix's products on random inputs, against the dense matrix of the checkpoint (of a
     checkpoint that is quantised: against its dequantised matrix). null: none."""
@@ -204,8 +219,9 @@ class MemoryConfig:
     """Share of the device's memory that the engine may use; null is 0.9 on a GPU and 0.3 on a CPU."""
     headroom: float = 0.1
     """Share of that memory kept free for peaks."""
-    kv_dtype: DType = DType.auto
-    """Number format of the KV cache; `auto` is bfloat16 beside quantised weights, else the model's."""
+    kv_dtype: KVDType = KVDType.auto
+    """Number format of the KV cache: `auto` is bfloat16 beside quantised weights on a CPU, else the model's; `fp8`
+    (e4m3 without scales, one byte a number) is for engine.kernels triton and reference."""
 
     def __post_init__(self) -> None:
         at_least("memory.block_size_tokens", self.block_size_tokens, 1, 16)

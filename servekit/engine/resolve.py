@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from servekit.config.errors import ConfigError, require
-from servekit.config.schema import Config, Device, DType, KernelSet, Quantization
+from servekit.config.schema import Config, Device, DType, KernelSet, KVDType, Quantization
 from servekit.model.sharding import require_divisible
 from servekit.model.spec import ModelSpec
 from servekit.runner.device import FIRST_WITH_FP8, DeviceFacts
@@ -26,7 +26,7 @@ class Resolved:
     """The settings of one engine that depend on its machine and its model."""
 
     dtype: DType
-    kv_dtype: DType
+    kv_dtype: KVDType
     quantization: Quantization
     kernels: KernelSet
     threads: int
@@ -62,8 +62,10 @@ def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType,
     can_compute = dtype is DType.float32 if fast is KernelSet.cpu else dtype is not DType.float64
     if wanted is KernelSet.auto:
         is_suited = can_compute and heads_per_key_head <= _MOST_HEADS_PER_KEY_HEAD[fast]
-        kernels = fast if is_suited and available in (None, fast) else KernelSet.reference
-        notes.append(f"engine.kernels: auto -> {kernels.value}")
+        has_cache = fast is not KernelSet.cpu or config.memory.kv_dtype is not KVDType.fp8
+        kernels = fast if is_suited and has_cache and available in (None, fast) else KernelSet.reference
+        why = "" if has_cache else f" (the {fast.value} kernels keep no cache in fp8)"
+        notes.append(f"engine.kernels: auto -> {kernels.value}{why}")
         return kernels
     if wanted is not KernelSet.reference:
         where = "the C++ operations compute in float32 on a CPU" if wanted is KernelSet.cpu else (
@@ -81,7 +83,7 @@ def _kernels(config: Config, spec: ModelSpec, device: DeviceFacts, dtype: DType,
 def _quantization(config: Config, spec: ModelSpec, device: DeviceFacts, kernels: KernelSet,
                   notes: list[str]) -> Quantization:
     wanted = config.model.quantization
-    quantization = _as_stored(spec, kernels, notes) if wanted is Quantization.auto else wanted
+    quantization = _left_open(config, spec, kernels, notes) if wanted is Quantization.auto else wanted
     if quantization is Quantization.fp8_dynamic and kernels is KernelSet.triton:
         capability = device.compute_capability or (0, 0)
         require(capability >= FIRST_WITH_FP8, "model.quantization", wanted.value,
@@ -89,6 +91,14 @@ def _quantization(config: Config, spec: ModelSpec, device: DeviceFacts, kernels:
                 f"{FIRST_WITH_FP8[0]}.{FIRST_WITH_FP8[1]} is the first to)",
                 "set model.quantization=fp8, whose activations are not rounded, or int8_dynamic, int8, int4 or none")
     return quantization
+
+
+def _left_open(config: Config, spec: ModelSpec, kernels: KernelSet, notes: list[str]) -> Quantization:
+    on_cpu = config.model.cpu_quantization
+    if kernels is not KernelSet.cpu or on_cpu is Quantization.auto:
+        return _as_stored(spec, kernels, notes)
+    notes.append(f"model.quantization: auto -> {on_cpu.value} (model.cpu_quantization)")
+    return on_cpu
 
 
 def _as_stored(spec: ModelSpec, kernels: KernelSet, notes: list[str]) -> Quantization:
@@ -123,15 +133,16 @@ def _check_ranks(config: Config, spec: ModelSpec, device: DeviceFacts, quantizat
             "set engine.tensor_parallel=1 for the report")
 
 
-def _kv_dtype(config: Config, kernels: KernelSet, quantization: Quantization, dtype: DType, notes: list[str]) -> DType:
-    wanted = config.memory.kv_dtype
-    if wanted is DType.auto:
+def _kv_dtype(config: Config, kernels: KernelSet, quantization: Quantization, dtype: DType,
+              notes: list[str]) -> KVDType:
+    wanted, of_model = config.memory.kv_dtype, KVDType(dtype.value)
+    if wanted is KVDType.auto:
         beside_integers = kernels is KernelSet.cpu and quantization is not Quantization.none
-        kv_dtype = DType.bfloat16 if beside_integers else dtype
-        if kv_dtype is not dtype:
+        kv_dtype = KVDType.bfloat16 if beside_integers else of_model
+        if kv_dtype is not of_model:
             notes.append(f"memory.kv_dtype: auto -> {kv_dtype.value}")
         return kv_dtype
-    allowed = (DType.float32, DType.bfloat16) if kernels is KernelSet.cpu else (dtype,)
+    allowed = (KVDType.float32, KVDType.bfloat16) if kernels is KernelSet.cpu else (of_model, KVDType.fp8)
     if wanted not in allowed:
         raise ConfigError("memory.kv_dtype", wanted.value,
                           f"the {kernels.value} kernels keep the cache in {' or '.join(d.value for d in allowed)}",

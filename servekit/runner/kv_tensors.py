@@ -14,7 +14,10 @@ KVTensors = tuple[tuple[Tensor, Tensor], ...]
 
 def allocate_kv(spec: ModelSpec, num_blocks: int, block_size_tokens: int, dtype: torch.dtype,
                 device: torch.device) -> KVTensors:
-    """Allocate the cache of every layer. The content is undefined: a position is written before it is read."""
+    """Allocate the cache of every layer. The content is undefined: a position is written before it is read.
+
+    In torch.float8_e4m3fn it has no scales: the numbers are the keys and values themselves, rounded.
+    """
     shape = (num_blocks, spec.num_kv_heads, block_size_tokens, spec.head_dim)
     return tuple((_empty(shape, dtype, device), _empty(shape, dtype, device)) for _ in range(spec.num_layers))
 

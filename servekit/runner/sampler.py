@@ -25,9 +25,6 @@ from servekit.core.request import Request, SamplingParams, TokenLogprobs
 from servekit.kernels import Kernels
 from servekit.runner.queue import to_device, to_host
 
-_CANDIDATES = 1024
-"""Most likely tokens that top-k, top-p and min-p look at before they resort to sorting the vocabulary."""
-
 
 class Stand(NamedTuple):
     """Where a request stands when its token is sampled. A copy: the request may go on before the step is computed."""
@@ -73,12 +70,12 @@ class Choices:
 def choose(logits: Tensor, stands: Sequence[Stand], kernels: Kernels) -> Choices:
     """Choose the next token of each request.
 
-    Without penalties, filters and log-probabilities it does not wait for the device.
+    Without penalties and log-probabilities it does not wait for the device.
 
     Args:
         logits: [S, vocab] in float32 or float64; row i belongs to `stands[i]`. Not modified.
         stands: What to sample for.
-        kernels: Choose the largest and draw.
+        kernels: Choose the largest, truncate and draw.
     """
     best, tokens = kernels.argmax(logits)
     best_left = best
@@ -195,39 +192,24 @@ def _adjust(logits: Tensor, stand: Stand) -> Tensor:
 
 def _draw(logits: Tensor, stands: Sequence[Stand], kernels: Kernels) -> Tensor:
     """[S] int64: one random token a row."""
-    for row, stand in zip(logits, stands, strict=True):
-        if _filters(stand.sampling):
-            _keep_survivors(row, stand.sampling)
-    temperatures = torch.tensor([stand.sampling.temperature for stand in stands], dtype=torch.float64)
+    temperatures = _numbers([stand.sampling.temperature for stand in stands], logits.device)
+    if any(_truncates(stand.sampling) for stand in stands):
+        logits = kernels.truncate(logits, temperatures, *_limits(stands, logits))
     keys = torch.tensor([draw_key(stand.sampling.seed, stand.num_tokens) for stand in stands])
-    return kernels.draw(logits, to_device(temperatures, logits.device), to_device(keys, logits.device))
+    return kernels.draw(logits, temperatures, to_device(keys, logits.device))
 
 
-def _filters(params: SamplingParams) -> bool:
+def _truncates(params: SamplingParams) -> bool:
     return params.top_k is not None or params.top_p < 1 or params.min_p > 0
 
 
-def _keep_survivors(logits: Tensor, params: SamplingParams) -> None:
-    """Set all of a row [vocab] to -inf but what top-k, top-p and min-p leave, which is one token at least."""
-    limit = len(logits) if params.top_k is None else min(params.top_k, len(logits))
-    looked_at = min(limit, _CANDIDATES) if params.top_k is None else limit
-    candidates, keep = _filter(logits, looked_at, params)
-    if looked_at < limit and keep[-1]:
-        candidates, keep = _filter(logits, limit, params)
-    kept = candidates[keep]
-    values = logits[kept]
-    logits.fill_(float("-inf"))
-    logits[kept] = values
+def _limits(stands: Sequence[Stand], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """top-k, top-p and min-p of each row, [S] each; those of a row without any leave all its tokens."""
+    vocab, params = logits.shape[1], [stand.sampling for stand in stands]
+    top_k = torch.tensor([vocab if one.top_k is None else min(one.top_k, vocab) for one in params])
+    return (to_device(top_k, logits.device), _numbers([one.top_p for one in params], logits.device),
+            _numbers([one.min_p for one in params], logits.device))
 
 
-def _filter(logits: Tensor, looked_at: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The `looked_at` most likely tokens, best first, and which of them top-p and min-p keep."""
-    values, candidates = logits.topk(looked_at)
-    best = values[0].double()
-    # Shifted before the division: a tiny temperature must not overflow.
-    scaled = (values.double() - best) / params.temperature
-    population = (logits.double() - best) / params.temperature if params.top_k is None else scaled
-    weights = (scaled - population.logsumexp(dim=-1)).exp()
-    keep = (weights.cumsum(dim=-1) - weights < params.top_p) & (weights >= params.min_p * weights[0])
-    keep[0] = True
-    return candidates, keep
+def _numbers(values: Sequence[float], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(values, dtype=torch.float64), device)

@@ -20,7 +20,7 @@ from servekit.config.origin import Composed, Layer
 from servekit.config.prefix_cache import HashPrefixCacheConfig, NoPrefixCacheConfig
 from servekit.config.resolve import as_dict, flatten
 from servekit.config.roots import bench_root, serve_root
-from servekit.config.schema import Config
+from servekit.config.schema import Config, ModelConfig, Quantization
 
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -47,8 +47,8 @@ def site(tmp_path: Path) -> Any:
 def test_the_defaults_are_those_of_the_schema() -> None:
     config = serve().config
     assert type(config) is Config
-    assert dataclasses.replace(config, model=dataclasses.replace(config.model, source="x", name=None, sha256=None)) \
-        == Config(model=dataclasses.replace(config.model, source="x", name=None, sha256=None))
+    model = dataclasses.replace(config.model, source="x", name=None, sha256=None, cpu_quantization=Quantization.auto)
+    assert dataclasses.replace(config, model=model) == Config(model=ModelConfig("x"))
     assert config.model.sha256 == DEFAULT_SHA256
 
 
@@ -161,8 +161,8 @@ def test_every_key_can_be_overridden_and_only_it_changes(root: Root[Any], key: K
     after = compose(root, [*chosen, f"{key.name}={written(value)}"])
     assert value_and_origin(after, key.name) == (value, "command line")
     changed = {name for name, kept in flatten(before).items() if flatten(after.config)[name] != kept}
-    described_by_source = {"model.name", "model.sha256"} if key.name == "model.source" else set()
-    assert changed <= {key.name} | described_by_source
+    described_by_source = {"model.name", "model.sha256", "model.cpu_quantization"}
+    assert changed <= {key.name} | (described_by_source if key.name == "model.source" else set())
 
 
 def every_serve_value() -> dict[str, Any]:
@@ -365,6 +365,7 @@ def test_balanced_is_the_default_by_name() -> None:
 def test_a_source_of_ones_own_is_not_checked_against_the_default_models_hash() -> None:
     model = serve("model.source=/a/file.gguf").config.model
     assert (model.source, model.name, model.sha256) == ("/a/file.gguf", None, None)
+    assert model.cpu_quantization is Quantization.auto, "it is said of the model it replaces"
     named = serve("model.source=/a/file.gguf", "model.name=mine", "model.sha256=abc").config.model
     assert (named.name, named.sha256) == ("mine", "abc")
 

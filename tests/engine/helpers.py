@@ -29,7 +29,7 @@ def dummy_model(shape: str = "tiny", seed: int = 0) -> LocalModel:
     return LocalModel(SourceKind.dummy, "tiny", None, shape, seed)
 
 
-def make_config(*, dtype: DType = DType.float64, num_kv_blocks: int = 256, block_size: int = 16,
+def make_config(*, dtype: DType = DType.float64, num_kv_blocks: int | None = 256, block_size: int = 16,
                 max_model_len: int | None = 512, max_num_seqs: int = 16, max_step_tokens: int = 512,
                 chunk_tokens: int | None = None, prefix_cache: bool | PrefixCacheConfig = False,
                 watermark: float = 0.0, engine: EngineConfig | None = None, preemption: PreemptionConfig | None = None,

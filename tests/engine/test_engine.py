@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.helpers import build, make_config, make_engine, run, spec
 from servekit.config.errors import ConfigError
-from servekit.config.schema import Config, DType, EngineConfig, MemoryConfig, ModelConfig
+from servekit.config.schema import Config, DType, EngineConfig, KVDType, MemoryConfig, ModelConfig, Quantization
 from servekit.core.request import FinishReason
 from servekit.engine import build as engine_build
+from servekit.engine.build import ReconfigurableEngine
 from servekit.engine.messages import EngineStats
 
 
@@ -114,7 +119,7 @@ def test_counters_by_name_are_told_now_and_then_and_in_the_end() -> None:
      ["512", "128"]),
     (MemoryConfig(num_kv_blocks=10**9), ModelConfig("dummy:tiny"), "memory.num_kv_blocks", ["1000000000", "GB"]),
     (MemoryConfig(), ModelConfig("dummy:tiny", max_model_len=10**6), "model.max_model_len", ["1000000", "2048"]),
-    (MemoryConfig(kv_dtype=DType.float16), ModelConfig("dummy:tiny"), "memory.kv_dtype", ["float16", "float32"]),
+    (MemoryConfig(kv_dtype=KVDType.float16), ModelConfig("dummy:tiny"), "memory.kv_dtype", ["float16", "float32"]),
 ])
 def test_settings_that_do_not_fit_are_refused_with_numbers(memory: MemoryConfig, model: ModelConfig, key: str,
                                                            words: list[str]) -> None:
@@ -151,10 +156,41 @@ def test_every_number_format_runs(dtype: DType) -> None:
     assert [len(one.tokens) for one in heard] == [6, 6]
 
 
-def test_threads_are_what_was_asked_for() -> None:
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """Puts back how many threads torch computes with."""
     before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_are_what_was_asked_for(torch_threads: None) -> None:
+    built = build(make_config(engine=EngineConfig(threads=1)))
+    assert torch.get_num_threads() == 1 == built.facts.threads
+
+
+@pytest.mark.parametrize(("quantization", "expected"), [(Quantization.int8, 1), (Quantization.none, 2)])
+def test_torch_has_threads_only_where_it_has_products_to_compute(quantization: Quantization, expected: int,
+                                                                 torch_threads: None) -> None:
+    config = make_config(dtype=DType.float32, engine=EngineConfig(threads=2))
+    built = build(replace(config, model=replace(config.model, quantization=quantization)))
+    assert (torch.get_num_threads(), built.facts.threads) == (expected, 2)
+
+
+def test_a_change_of_settings_gives_the_cache_back_before_the_collector_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, caches = engine_build.allocate_kv, []
+
+    def watched(*given, **options):  # type: ignore[no-untyped-def]
+        cache = allocate(*given, **options)
+        caches.append(weakref.ref(cache[0][0]))
+        return cache
+
+    monkeypatch.setattr(engine_build, "allocate_kv", watched)
+    host = ReconfigurableEngine(make_config(), build(make_config()))
+    run(host.engine, [spec([1, 2, 3]), spec([4, 5])])
+    gc.disable()
     try:
-        built = build(make_config(engine=EngineConfig(threads=1)))
-        assert torch.get_num_threads() == 1 == built.facts.threads
+        host.reconfigure(make_config(num_kv_blocks=64))
+        assert caches[0]() is None and caches[1]() is not None
     finally:
-        torch.set_num_threads(before)
+        gc.enable()

@@ -18,6 +18,7 @@ from servekit.config.schema import (
     DType,
     EngineConfig,
     KernelSet,
+    KVDType,
     MemoryConfig,
     ModelConfig,
     Quantization,
@@ -32,11 +33,14 @@ CPU = DeviceFacts(Device.cpu, "cpu", cores=6, total_bytes=2**34, free_bytes=2**3
 CUDA = DeviceFacts(Device.cuda, "a GPU", cores=6, total_bytes=2**34, free_bytes=2**33, host_free_bytes=2**33)
 AUTO, NONE, INT8, INT4 = Quantization.auto, Quantization.none, Quantization.int8, Quantization.int4
 FLOAT32, BFLOAT16 = DType.float32, DType.bfloat16
+KV_FLOAT32, KV_BFLOAT16 = KVDType.float32, KVDType.bfloat16
 
 
-def config(*, dtype: DType = DType.auto, quantization: Quantization = AUTO, kv_dtype: DType = DType.auto,
-           device: Device = Device.auto, kernels: KernelSet = KernelSet.auto, threads: int | None = None) -> Config:
-    return Config(model=ModelConfig(source="dummy:tiny", dtype=dtype, quantization=quantization),
+def config(*, dtype: DType = DType.auto, quantization: Quantization = AUTO, kv_dtype: KVDType = KVDType.auto,
+           cpu_quantization: Quantization = AUTO, device: Device = Device.auto, kernels: KernelSet = KernelSet.auto,
+           threads: int | None = None) -> Config:
+    return Config(model=ModelConfig(source="dummy:tiny", dtype=dtype, quantization=quantization,
+                                    cpu_quantization=cpu_quantization),
                   engine=EngineConfig(device=device, kernels=kernels, threads=threads),
                   memory=MemoryConfig(kv_dtype=kv_dtype))
 
@@ -58,14 +62,14 @@ def note_on(key: str, notes: tuple[str, ...]) -> str | None:
 
 def test_on_a_cpu_everything_left_open_is_said() -> None:
     result = resolved()
-    assert result == Resolved(FLOAT32, FLOAT32, NONE, KernelSet.cpu, 6, result.notes)
+    assert result == Resolved(FLOAT32, KV_FLOAT32, NONE, KernelSet.cpu, 6, result.notes)
     assert result.notes == ("engine.device: auto -> cpu", "model.dtype: auto -> float32", "engine.kernels: auto -> cpu",
                             "engine.threads: null -> 6")
 
 
 def test_on_a_gpu_everything_left_open_is_said() -> None:
     result = resolved(CUDA, available=KernelSet.triton)
-    assert result == Resolved(BFLOAT16, BFLOAT16, NONE, KernelSet.triton, 6, result.notes)
+    assert result == Resolved(BFLOAT16, KV_BFLOAT16, NONE, KernelSet.triton, 6, result.notes)
     assert result.notes == ("engine.device: auto -> cuda", "model.dtype: auto -> bfloat16",
                             "engine.kernels: auto -> triton", "engine.threads: null -> 6")
 
@@ -83,21 +87,31 @@ def test_the_triton_operations_are_refused_where_they_cannot_serve(machine: Devi
 
 
 def test_what_is_given_is_kept_and_nothing_is_said() -> None:
-    result = resolved(dtype=FLOAT32, quantization=NONE, kv_dtype=BFLOAT16, device=Device.cpu, kernels=KernelSet.cpu,
+    result = resolved(dtype=FLOAT32, quantization=NONE, kv_dtype=KV_BFLOAT16, device=Device.cpu, kernels=KernelSet.cpu,
                       threads=2)
-    assert result == Resolved(FLOAT32, BFLOAT16, NONE, KernelSet.cpu, 2, ())
+    assert result == Resolved(FLOAT32, KV_BFLOAT16, NONE, KernelSet.cpu, 2, ())
 
 
 @pytest.mark.parametrize("dtype", [DType.float64, DType.bfloat16, DType.float16])
 def test_the_cpp_operations_are_for_float32_alone(dtype: DType) -> None:
     result = resolved(dtype=dtype)
-    assert (result.kernels, result.kv_dtype) == (KernelSet.reference, dtype)
+    assert (result.kernels, result.kv_dtype) == (KernelSet.reference, KVDType(dtype.value))
 
 
 def test_without_the_cpp_operations_auto_is_the_reference() -> None:
     result = resolved(available=KernelSet.reference, checkpoint="Q4_1")
-    assert (result.kernels, result.quantization, result.kv_dtype) == (KernelSet.reference, NONE, FLOAT32)
+    assert (result.kernels, result.quantization, result.kv_dtype) == (KernelSet.reference, NONE, KV_FLOAT32)
     assert note_on("engine.kernels", result.notes) == "engine.kernels: auto -> reference"
+
+
+@pytest.mark.parametrize(("available", "asked", "expected"), [
+    (KernelSet.cpu, AUTO, INT8), (KernelSet.cpu, INT4, INT4), (KernelSet.reference, AUTO, NONE)])
+def test_what_a_model_wants_on_a_cpu_is_taken_with_the_cpp_operations_alone(
+        available: KernelSet, asked: Quantization, expected: Quantization) -> None:
+    result = resolved(available=available, checkpoint="Q4_1", quantization=asked, cpu_quantization=INT8)
+    assert result.quantization is expected
+    assert note_on("model.quantization", result.notes) == (
+        "model.quantization: auto -> int8 (model.cpu_quantization)" if expected is INT8 else None)
 
 
 @pytest.mark.parametrize(("checkpoint", "expected"), [
@@ -105,7 +119,7 @@ def test_without_the_cpp_operations_auto_is_the_reference() -> None:
 def test_auto_takes_the_integers_that_the_checkpoint_holds(checkpoint: str, expected: Quantization) -> None:
     result = resolved(checkpoint=checkpoint)
     assert result.quantization is expected
-    assert result.kv_dtype is (FLOAT32 if expected is NONE else BFLOAT16)
+    assert result.kv_dtype is (KV_FLOAT32 if expected is NONE else KV_BFLOAT16)
     if expected is NONE:
         assert note_on("model.quantization", result.notes) is note_on("memory.kv_dtype", result.notes) is None
     else:
@@ -118,7 +132,7 @@ def test_auto_takes_the_integers_that_the_checkpoint_holds(checkpoint: str, expe
                                       {"dtype": BFLOAT16}], ids=str)
 def test_auto_keeps_numbers_where_no_kernel_multiplies_by_the_files_integers(settings: dict[str, Any]) -> None:
     result = resolved(checkpoint="Q4_1", **settings)
-    assert result.quantization is NONE and result.kv_dtype is result.dtype
+    assert result.quantization is NONE and result.kv_dtype is KVDType(result.dtype.value)
 
 
 @pytest.mark.parametrize("quantization", [NONE, INT8, INT4])
@@ -129,12 +143,12 @@ def test_a_quantization_that_is_asked_for_is_kept(kernels: KernelSet, checkpoint
     result = resolved(checkpoint=checkpoint, quantization=quantization, kernels=kernels)
     assert result.quantization is quantization and note_on("model.quantization", result.notes) is None
     beside_integers = quantization is not NONE and kernels is KernelSet.cpu
-    assert result.kv_dtype is (BFLOAT16 if beside_integers else FLOAT32)
+    assert result.kv_dtype is (KV_BFLOAT16 if beside_integers else KV_FLOAT32)
 
 
-@pytest.mark.parametrize("kv_dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("kv_dtype", [KV_FLOAT32, KV_BFLOAT16])
 @pytest.mark.parametrize("quantization", [NONE, INT8, INT4])
-def test_the_cpp_operations_keep_either_cache(quantization: Quantization, kv_dtype: DType) -> None:
+def test_the_cpp_operations_keep_either_cache(quantization: Quantization, kv_dtype: KVDType) -> None:
     result = resolved(quantization=quantization, kv_dtype=kv_dtype)
     assert result.kv_dtype is kv_dtype and note_on("memory.kv_dtype", result.notes) is None
 
@@ -204,18 +218,33 @@ def test_more_query_heads_than_the_cpp_attention_holds_go_to_the_reference() -> 
 
 
 @pytest.mark.parametrize(("kernels", "dtype", "kv_dtype", "allowed"), [
-    (KernelSet.cpu, FLOAT32, DType.float16, "float32 or bfloat16"),
-    (KernelSet.cpu, FLOAT32, DType.float64, "float32 or bfloat16"),
-    (KernelSet.reference, FLOAT32, BFLOAT16, "float32"),
-    (KernelSet.reference, DType.float64, FLOAT32, "float64"),
-    (KernelSet.auto, BFLOAT16, FLOAT32, "bfloat16")])
-def test_a_cache_in_another_number_format_is_refused(kernels: KernelSet, dtype: DType, kv_dtype: DType,
+    (KernelSet.cpu, FLOAT32, KVDType.float16, "float32 or bfloat16"),
+    (KernelSet.cpu, FLOAT32, KVDType.float64, "float32 or bfloat16"),
+    (KernelSet.cpu, FLOAT32, KVDType.fp8, "float32 or bfloat16"),
+    (KernelSet.reference, FLOAT32, KV_BFLOAT16, "float32 or fp8"),
+    (KernelSet.reference, DType.float64, KV_FLOAT32, "float64 or fp8"),
+    (KernelSet.auto, BFLOAT16, KV_FLOAT32, "bfloat16 or fp8")])
+def test_a_cache_in_another_number_format_is_refused(kernels: KernelSet, dtype: DType, kv_dtype: KVDType,
                                                      allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
     name = "reference" if kernels is KernelSet.auto else kernels.value
     assert str(caught.value) == (f"memory.kv_dtype={kv_dtype.value}: the {name} kernels keep the cache in {allowed}; "
                                  "set memory.kv_dtype=auto")
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, DType.float64])
+def test_the_reference_keeps_a_cache_in_fp8_where_the_cpp_operations_do_not(dtype: DType) -> None:
+    result = resolved(dtype=dtype, kv_dtype=KVDType.fp8)
+    assert (result.kernels, result.kv_dtype, result.dtype) == (KernelSet.reference, KVDType.fp8, dtype)
+    assert note_on("engine.kernels", result.notes) == (
+        "engine.kernels: auto -> reference (the cpu kernels keep no cache in fp8)")
+
+
+def test_the_triton_operations_keep_a_cache_in_fp8() -> None:
+    result = resolved(CUDA, available=KernelSet.triton, kv_dtype=KVDType.fp8)
+    assert (result.kernels, result.kv_dtype) == (KernelSet.triton, KVDType.fp8)
+    assert note_on("engine.kernels", result.notes) == "engine.kernels: auto -> triton"
 
 
 def test_more_threads_than_cores_are_refused() -> None:

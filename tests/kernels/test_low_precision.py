@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
@@ -238,10 +239,11 @@ def test_rounding_to_four_bit_floats(rows: int, groups: int, magnitude: float, s
 
 @given(vocab=st.integers(1, 12), are_whole=st.booleans(), temperature=st.floats(0.1, 5), top_k=st.integers(1, 15),
        top_p=st.sampled_from([0.0, 1.0]) | st.floats(0, 1), min_p=st.sampled_from([0.0, 1.0]) | st.floats(0, 1),
-       seed=SEEDS)
-@settings(max_examples=100, deadline=None)
+       candidates=st.sampled_from([1, 3, 1024]), seed=SEEDS)
+@settings(max_examples=150, deadline=None)
 def test_truncation(vocab: int, are_whole: bool, temperature: float, top_k: int, top_p: float, min_p: float,
-                    seed: int) -> None:
+                    candidates: int, seed: int) -> None:
+    """However few tokens are looked at first."""
     logits = 3 * numbers(vocab, seed=seed)
     logits = logits.round() if are_whole else logits
     order = sorted(range(vocab), key=lambda token: (-logits[token].item(), token))[:top_k]
@@ -257,6 +259,8 @@ def test_truncation(vocab: int, are_whole: bool, temperature: float, top_k: int,
     expected = torch.full((vocab,), -INFINITY)
     expected[kept] = logits[kept]
     row = logits.unsqueeze(0)
-    actual = truncate.reference(row, torch.tensor([temperature], dtype=torch.float64), torch.tensor([top_k]),
-                                torch.tensor([top_p], dtype=torch.float64), torch.tensor([min_p], dtype=torch.float64))
+    arguments = (row, torch.tensor([temperature], dtype=torch.float64), torch.tensor([top_k]),
+                 torch.tensor([top_p], dtype=torch.float64), torch.tensor([min_p], dtype=torch.float64))
+    with mock.patch.object(truncate, "_CANDIDATES", candidates):
+        actual = truncate.reference(*arguments)
     assert torch.equal(actual[0], expected)

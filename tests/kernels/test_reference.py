@@ -121,6 +121,47 @@ def test_rope_and_cache(dtype: torch.dtype, num_tokens: int, half: int, num_head
     assert all(key_cache[slot // 4, :, slot % 4].isnan().all() for slot in unwritten)
 
 
+def every_e4m3() -> Tensor:
+    """The format's finite numbers, from its definition, in float64."""
+    fractions = torch.arange(8, dtype=torch.float64) / 8
+    normal = ((1 + fractions) * 2.0 ** torch.arange(-6, 9, dtype=torch.float64).unsqueeze(1)).flatten()[:-1]
+    positive = torch.cat((fractions * 2.0**-6, normal))
+    return torch.cat((-positive.flip(0)[:-1], positive))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_in_eight_bit_floats_holds_the_nearest_of_them(dtype: torch.dtype) -> None:
+    size = 5.0 ** torch.arange(-5, 6, dtype=torch.float64).view(11, 1, 1)
+    k, v = ((size * numbers(11, 2, 8, seed=seed)).to(dtype) for seed in (1, 2))
+    cos_sin = torch.cat((torch.ones(1, 4), torch.zeros(1, 4)), dim=1).to(torch.promote_types(dtype, torch.float32))
+    key_cache, value_cache = (empty_cache(3, 2, 4, 8, torch.float8_e4m3fn) for _ in range(2))
+    slots = torch.arange(11)
+    KERNELS.rope_and_cache(k, k, v, cos_sin, torch.zeros(11, dtype=torch.int64), key_cache, value_cache, slots)
+    possible = every_e4m3()
+    for wide, cache in ((k, key_cache), (v, value_cache)):
+        rows = cache.double()[slots // 4, :, slots % 4]
+        least = (wide.double().unsqueeze(-1) - possible).abs().amin(dim=-1)
+        assert wide.abs().max() > 448 and torch.equal((rows - wide.double()).abs(), least)
+        assert cache.double()[2, :, 3].isnan().all(), "a slot that nothing was written to"
+
+
+def test_attention_over_eight_bit_floats_is_that_over_the_numbers_they_stand_for() -> None:
+    batch = attention_batch([1, 3], [5, 6], [[3, 1], [0, 2]], BLOCK_SIZE)
+    keys, values = (filled_cache(batch, 4, 2, BLOCK_SIZE, 8, torch.float64, seed).to(torch.float8_e4m3fn)
+                    for seed in (1, 2))
+    q = numbers(4, 4, 8, seed=3)
+    assert torch.equal(KERNELS.paged_attention(q, keys, values, batch, 0.4, None),
+                       KERNELS.paged_attention(q, keys.double(), values.double(), batch, 0.4, None))
+
+
+def test_blocks_of_eight_bit_floats_are_copied_as_they_are() -> None:
+    source, target = (numbers(3, 2, 4, 3, seed=seed).to(torch.float8_e4m3fn) for seed in (1, 2))
+    expected = target.view(torch.uint8).clone()
+    expected[[2, 0]] = source.view(torch.uint8)[[1, 1]]
+    KERNELS.copy_blocks(source, target, torch.tensor([1, 1]), torch.tensor([2, 0]))
+    assert torch.equal(target.view(torch.uint8), expected)
+
+
 def naive_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch, scale: float,
                     window: int | None) -> Tensor:
     """One query, one head, one position at a time, in float64."""

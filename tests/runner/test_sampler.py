@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,24 @@ def test_a_filtered_draw_is_one_that_plain_sorting_would_allow(logits: list[floa
     allowed = (before < top_p + 1e-9) & (shares >= min_p * shares[0] - 1e-9)
     allowed[0] = True
     assert scaled[token] >= kept[allowed].min() - 1e-9
+
+
+def test_a_steps_rows_are_truncated_at_once_and_only_where_one_of_them_asks_for_it() -> None:
+    calls = []
+
+    def truncate(logits: torch.Tensor, *limits: torch.Tensor) -> torch.Tensor:
+        calls.append([limit.tolist() for limit in limits])
+        return reference_kernels().truncate(logits, *limits)
+
+    kernels = replace(reference_kernels(), truncate=truncate)
+    rows = torch.tensor([LOGITS]).repeat(4, 1)
+    filtered = [make_request(temperature=2.0), make_request(top_k=1), make_request(top_k=99, top_p=0.0),
+                make_request(min_p=1.0)]
+    assert choose(rows, list(map(Stand.of, filtered)), kernels).tokens[1:].tolist() == [0, 0, 0]
+    assert calls == [[[2.0, 1.0, 1.0, 1.0], [6, 1, 6, 6], [1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]]
+    plain = [make_request(temperature=temperature) for temperature in (0.0, 1.0, 2.0, 0.5)]
+    choose(rows, list(map(Stand.of, plain)), kernels)
+    assert len(calls) == 1
 
 
 def test_repetition_penalty_touches_prompt_and_output() -> None:

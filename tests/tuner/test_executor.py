@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from servekit.tuner.engine_host import EngineHost
 from servekit.tuner.executor import EngineFailed, RunLength, TrialExecutor
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.measure import Tolerance
+from servekit.tuner.rate_search import Allowance
 from servekit.tuner.run_log import read_run
 from servekit.tuner.slo import Slo, parse_slo
+from servekit.tuner.study import Origin, Trial
 from servekit.tuner.trial import Candidate, Ending, Outcome
 from servekit.tuner.verdict import Verdict
 
@@ -105,6 +108,29 @@ def test_what_holds_nowhere_says_which_promise_is_broken(tmp_path: Path) -> None
         assert outcome.violations["ttft.p50"] > 0 >= outcome.violations["tpot.p50"]
     finally:
         executor.close()
+
+
+def test_until_something_holds_the_next_one_begins_below_what_has_failed(tmp_path: Path) -> None:
+    """Its share of the time allows two runs, of which the second is given up; the third would be too low anyway."""
+    executor = make_executor(tmp_path, IMPOSSIBLE)
+    executor.allowance = Allowance(losing_s=0.4, most_s=60.0, requests_to_fail=8, requests_to_hold=600)
+    try:
+        outcome = executor.run(candidate(0))
+        rates = [run["rate_per_s"] for run in outcome.facts["runs"]]
+        assert rates[0] == 50.0 and outcome.ending is Ending.measured and outcome.facts["is_out_of_time"]
+        assert outcome.violations["ttft.p50"] > 0
+        assert 10.0 <= executor.start_per_s < min(rates)
+        expected = executor.start_per_s
+        executor.begin(50.0, [trial_of(outcome)])
+        assert executor.start_per_s == expected, "the same after an interruption"
+        executor.begin(50.0, [trial_of(outcome), trial_of(replace(outcome, rate_per_s=7.0))])
+        assert executor.rate_search().start_per_s == 7.0, "what holds is a better beginning than what fails"
+    finally:
+        executor.close()
+
+
+def trial_of(outcome: Outcome) -> Trial:
+    return Trial(0, Origin.base, outcome.ending, {}, "", outcome.rate_per_s, outcome.violations, None, outcome.facts)
 
 
 def test_settings_that_the_engine_refuses_are_illegal_and_it_goes_on(executor: TrialExecutor) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from servekit.tuner.machine import MachineUse
 from servekit.tuner.measure import Load, Measurement, Problem, Tolerance, measure, slowdown
 from servekit.tuner.run_log import LoggedRequest
 from servekit.tuner.slo import Slo, parse_slo
+from servekit.tuner.trial import violations
 from servekit.tuner.verdict import Verdict
 
 OUTPUT_TOKENS = 3
@@ -82,11 +84,12 @@ class QuietMachine(MachineUse):
 
 def run(answers: Sequence[Answer], slo: Slo = SLO, *, warmup_requests: int = 0, every_s: float = 0.0,
         timeout_s: float = 60.0, shares_prefixes: bool = False, machine: MachineUse | None = None,
-        steps: Sequence[TimedStep] = (), tolerance: Tolerance | None = None, stops_early: bool = True) -> Measurement:
+        steps: Sequence[TimedStep] = (), tolerance: Tolerance | None = None, stops_early: bool = True,
+        losing_s: float = inf) -> Measurement:
     requests = [WorkloadRequest(i, [1, 2], OUTPUT_TOKENS, i * every_s) for i in range(len(answers))]
     load = Load(requests, len(answers) - warmup_requests, warmup_requests, timeout_s, shares_prefixes)
     return asyncio.run(measure(FakeTarget(answers), load, slo, machine or QuietMachine(), steps,
-                               tolerance or Tolerance(), stops_early))
+                               tolerance or Tolerance(), stops_early, losing_s))
 
 
 def verdict_of_the_log(measured: Measurement, slo: Slo) -> Verdict:
@@ -165,6 +168,25 @@ def test_requests_in_flight_count_as_soon_as_they_are_late() -> None:
     assert measured.verdict is Verdict.fails and measured.is_stopped_early
     assert {record.failure.kind for record in measured.records if record.failure} == {FailureKind.interrupted}
     assert measured.engine_failures == 0
+
+
+@pytest.mark.parametrize("num_good, is_given_up", [(2, True), (4, False)])
+def test_a_run_that_looks_like_a_failure_is_given_up_when_its_time_is_over(num_good: int, is_given_up: bool) -> None:
+    """Of ten two may miss. One of three is too many for so short a part, one of five is not: that run goes on."""
+    script = [*[GOOD] * num_good, SLOW, *[GOOD] * (9 - num_good)]
+    requests = [WorkloadRequest(i, [1], OUTPUT_TOKENS, 0.0 if i <= num_good else 0.3) for i in range(10)]
+    load = Load(requests, 10, 0, 60.0, False)
+    measured = asyncio.run(measure(FakeTarget(script), load, TTFT, QuietMachine(), (), Tolerance(), losing_s=0.0))
+    assert measured.is_given_up is is_given_up
+    assert measured.verdict is (Verdict.undecided if is_given_up else Verdict.holds)
+    assert (violations(measured.tallies, measured.is_given_up)["ttft.p80"] > 0) is is_given_up
+    assert not measured.holds or not is_given_up
+
+
+def test_a_run_is_not_given_up_before_its_time_nor_where_all_of_it_is_wanted() -> None:
+    script = [SLOW] + [GOOD] * 9
+    assert not run(script, TTFT, losing_s=3600.0).is_given_up
+    assert not run(script, TTFT, stops_early=False, losing_s=0.0).is_given_up
 
 
 def test_the_warm_up_is_not_judged() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.tuner.rate_search import RateSearch
+from servekit.tuner.rate_search import HOLDING_SHARE, LOSING_SHARE, Allowance, RateSearch
+from servekit.tuner.slo import parse_slo
 
 RATES = st.floats(0.01, 1000.0)
 
@@ -96,3 +97,81 @@ def test_whatever_it_is_told_it_ends_and_never_claims_a_rate_at_which_something_
     failed = [rate for rate, holds in told if not holds]
     assert search.held_per_s == 0 or (search.held_per_s, True) in told
     assert all(rate > search.held_per_s for rate in failed)
+
+
+# --- what it may take -------------------------------------------------------------------------------------------------
+
+SLO = parse_slo({"ttft": {"p90": "1s"}, "tpot": {"p95": "50ms"}})
+NUM_REQUESTS, WARMUP_REQUESTS = 100, 3
+TO_FAIL, TO_HOLD = WARMUP_REQUESTS + 6, WARMUP_REQUESTS + 95
+"""Of a hundred requests five may miss at p95, the stricter of the two."""
+
+
+def allowance_of(search_s: float) -> Allowance:
+    return Allowance.of(search_s, SLO, NUM_REQUESTS, WARMUP_REQUESTS)
+
+
+def run_in_time(search: RateSearch, threshold_per_s: float, slowness: float) -> tuple[list[float], list[float]]:
+    """Rates and the times they took: as short as a run can be, times `slowness`; those given up were cut in time."""
+    tried, took = list[float](), list[float]()
+    while (rate_per_s := search.next_rate()) is not None:
+        holds = rate_per_s <= threshold_per_s
+        needed_s = search.allowance.shortest_s(rate_per_s, holds) * slowness
+        took.append(needed_s if holds else min(needed_s, max(0.0, search.losing_left_s)))
+        tried.append(rate_per_s)
+        search.tell(rate_per_s, holds, took[-1])
+    return tried, took
+
+
+def test_an_allowance_is_a_share_of_the_search_and_knows_the_stricter_promise() -> None:
+    allowance = allowance_of(720.0)
+    assert (allowance.losing_s, allowance.most_s) == (720 * LOSING_SHARE, 720 * HOLDING_SHARE)
+    assert (allowance.requests_to_fail, allowance.requests_to_hold) == (TO_FAIL, TO_HOLD)
+    assert allowance.shortest_s(2.0, holds=False) == TO_FAIL / 2 < allowance.shortest_s(2.0, holds=True) == TO_HOLD / 2
+    assert allowance.lowest_per_s == TO_HOLD / 360
+
+
+@given(start_per_s=RATES, search_s=st.floats(1.0, 1e4), slowness=st.floats(1.0, 20.0))
+def test_what_holds_nowhere_takes_no_more_than_its_share(start_per_s: float, search_s: float, slowness: float) -> None:
+    """The slower its runs, the fewer of them there are; a run that looks like a failure is given up in time."""
+    search = RateSearch(start_per_s, max_losing_runs=60, max_runs=60, allowance=allowance_of(search_s))
+    tried, took = run_in_time(search, 0.0, slowness)
+    assert tried[0] == start_per_s and sum(took) <= search.allowance.losing_s * (1 + 1e-9)
+    assert all(rate >= search.allowance.lowest_per_s for rate in tried[1:])
+    assert search.held_per_s == 0 and search.is_out_of_time
+    assert sum(took) + TO_FAIL / search.lower_per_s > search.allowance.losing_s \
+        or search.lower_per_s < search.allowance.lowest_per_s * (1 + 1e-9) \
+        or sum(took) + TO_HOLD / search.lower_per_s > search.allowance.most_s, "one more would have been allowed"
+
+
+@given(start_per_s=RATES, threshold_per_s=RATES, search_s=st.floats(1.0, 1e4))
+def test_nobody_takes_more_than_the_most_but_for_the_first_run(start_per_s: float, threshold_per_s: float,
+                                                               search_s: float) -> None:
+    search = RateSearch(start_per_s, allowance=allowance_of(search_s))
+    tried, took = run_in_time(search, threshold_per_s, 1.0)
+    assert tried[0] == start_per_s and sum(took[1:]) <= search.allowance.most_s
+    assert len(tried) == 1 or sum(took) <= search.allowance.most_s * (1 + 1e-9)
+    assert search.held_per_s <= threshold_per_s
+
+
+@given(start_per_s=st.floats(1.0, 1000.0), ratio=st.floats(1.0, 5.0))
+def test_time_enough_changes_nothing(start_per_s: float, ratio: float) -> None:
+    """Eight runs at the first rate fit into half of the search."""
+    unlimited, limited = RateSearch(start_per_s), RateSearch(start_per_s, allowance=allowance_of(16 * TO_HOLD))
+    assert run_in_time(limited, start_per_s * ratio, 1.0)[0] == run(
+        unlimited, lambda rate: rate <= start_per_s * ratio)
+    assert not limited.is_out_of_time
+
+
+def test_a_hopeless_configuration_of_a_short_budget() -> None:
+    """Twelve minutes, two fifths of them for the confirmation; each run as long as it must be to be seen to fail."""
+    search = RateSearch(2.9, max_losing_runs=6, allowance=allowance_of(12 * 60 * 0.6))
+    tried, took = run_in_time(search, 0.0, 1.0)
+    assert len(tried) == 4 and sum(took) <= 43.2 and search.is_out_of_time
+    assert search.lowest_tried_per_s == min(tried) > search.allowance.lowest_per_s
+
+
+def test_having_lost_within_the_runs_allowed_is_no_want_of_time() -> None:
+    search = RateSearch(2.9, max_losing_runs=2, allowance=allowance_of(1e6))
+    run_in_time(search, 0.0, 1.0)
+    assert not search.is_out_of_time

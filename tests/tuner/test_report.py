@@ -17,9 +17,9 @@ from servekit.config.compose import compose_serve
 from servekit.config.resolve import config_hash
 from servekit.tuner.attack import AttackLog, End, Phase, Sent
 from servekit.tuner.certificate import Circumstances, certify
-from servekit.tuner.confirmation import Confirmation, Finalist, Rules
+from servekit.tuner.confirmation import Confirmation, Confirmed, Finalist, Rules, roles_of
 from servekit.tuner.importance import FEWEST_TRIALS, knob_importance
-from servekit.tuner.judgement import Role
+from servekit.tuner.judgement import Role, judge
 from servekit.tuner.report import LEVELS, Findings, report_data, write_report
 from servekit.tuner.reverts import Revert
 from servekit.tuner.run_log import read_run
@@ -207,10 +207,17 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.mark.parametrize("case", ["complete", "nothing holds", "no trials"])
+HEADINGS = {"complete": "trial 3 holds the objective at 6.00 requests per second, ",
+            "no trials": "trial 3 holds the objective at 6.00 requests per second, ",
+            "nothing holds": "No configuration that holds", "nothing found": "No configuration held the objective"}
+
+
+@pytest.mark.parametrize("case", list(HEADINGS))
 def test_chromium_draws_it(findings: Findings, tmp_path: Path, browser: Any, case: str) -> None:
     if case == "nothing holds":
         findings = without_winner(findings)
+    if case == "nothing found":
+        findings = without_finalists(findings, tmp_path)
     if case == "no trials":
         findings = replace(findings, trials=[], plan=())
     write_report(findings, tmp_path / "report.html")
@@ -220,12 +227,43 @@ def test_chromium_draws_it(findings: Findings, tmp_path: Path, browser: Any, cas
     page.goto((tmp_path / "report.html").as_uri())
     assert errors == [] and asked == [(tmp_path / "report.html").as_uri()]
     titles = page.locator("h2").all_inner_texts()
-    assert {"Second measurement", "Latency", "Throughput against latency", "Why", "Certificate"} <= set(titles)
+    assert {"Second measurement", "Throughput against latency", "Why", "Certificate"} <= set(titles)
+    assert ("Latency" in titles) is (case != "nothing found"), "the distributions are those of the second measurement"
     heading = page.locator("h1").inner_text()
-    assert heading.startswith("No configuration that holds" if case == "nothing holds" else
-                              "trial 3 holds the objective at 6.00 requests per second, ")
-    assert "scheduler.max_num_seqs 16 8 40" in " ".join(page.locator("main").inner_text().split())
+    assert heading.startswith(HEADINGS[case])
+    said = page.locator("main").inner_text()
+    assert all((text in said) is (case == "nothing found") for text in (
+        CLOSEST, "Nothing was measured again.", NOWHERE))
+    assert ("scheduler.max_num_seqs 16 8 40" in " ".join(said.split())) is (case != "nothing found")
     assert "NaN" not in page.content() and "undefined" not in page.locator("main").inner_html()
+
+
+CLOSEST = "Closest: trial 3 at 1.20 req/s, which breaks ttft.p95; most of its steps were bound by token_budget."
+NOWHERE = "held the objective at no rate that was tried"
+
+
+def without_finalists(findings: Findings, folder: Path) -> Findings:
+    """The search found nothing that is worth a second measurement."""
+    finalists = (Finalist("trial 3", Role.tuned, TUNED_CONFIG, 0.0),
+                 Finalist("default", Role.default, DEFAULT_CONFIG, 0.0))
+    reasons = dict.fromkeys(("trial 3", "default"), NOWHERE)
+    confirmed = Confirmed(finalists, (), reasons, judge(SLO, roles_of(finalists), ()))
+    about = Circumstances(BASE, {}, {}, "2024-05-01T10:00:00+00:00")
+    certificate = certify(folder, SLO, PLAN, confirmed, {}, [], about)
+    trials = [replace(one, rate_per_s=0.0, constraints={RAN: -1.0, "ttft.p95": 0.4}) for one in findings.trials]
+    return replace(findings, certificate=certificate, folder=folder, trials=trials, reverts=(), closest=CLOSEST)
+
+
+def test_where_nothing_was_found_it_still_says_what_bound_the_closest(findings: Findings, tmp_path: Path) -> None:
+    data = report_data(without_finalists(findings, tmp_path))
+    assert data["closest"] == CLOSEST and data["winner"] is None and data["curves"][0]["series"] == []
+    waiting = {row["name"]: row["shares"]["nothing_waiting"] for row in data["bounds"]}
+    assert waiting == {"trial 3": 0.95, "default": 0.25}
+    assert data["failures"] == dict.fromkeys(("trial 3", "default"), NOWHERE)
+    rates = {series["name"]: [point["rate_per_s"] for point in series["points"]]
+             for series in data["knees"][0]["series"]}
+    assert rates == {"trial 3": [5.0, 7.0, 9.0], "default": []}, "of the search, which is all there is"
+    assert "runs" not in dict(data["facts"]) and not any(row["is_feasible"] for row in data["trials"])
 
 
 def without_winner(findings: Findings) -> Findings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,24 @@ import pytest
 
 from servekit.config.compose import compose_serve
 from servekit.config.describe import accepts
-from servekit.config.errors import ConfigError
+from servekit.config.errors import ConfigError, show
 from servekit.config.resolve import flatten
 from servekit.config.roots import serve_root
 from servekit.config.schema import Config
-from servekit.tuner.default_space import NOT_SEARCHED, Facts, default_space, not_searched
+from servekit.tuner.default_space import (
+    FIRST,
+    NOT_OFFERED_FIRST,
+    NOT_SEARCHED,
+    Breadth,
+    Facts,
+    default_space,
+    not_searched,
+)
 from servekit.tuner.grammar import parse_space
 from servekit.tuner.space import Condition, Integers, Knob, Ladder, Options, Reals, Space, Warmth, words
 
 FACTS = Facts(cores=4, is_gpu=False, max_model_len=1024)
+GPU = Facts(cores=4, is_gpu=True, max_model_len=1024, has_graphs=True)
 CHUNK = "scheduler.prefill.chunk_tokens"
 CACHE = "scheduler.prefix_cache.kind"
 
@@ -37,7 +47,7 @@ def knobs(space: Space) -> dict[str, Knob]:
 
 def test_every_setting_of_scheduler_and_memory_is_searched_or_has_a_reason_not_to_be() -> None:
     config = base()
-    searched, left_out = knobs(default_space(config, FACTS)), not_searched(config)
+    searched, left_out = knobs(default_space(config, FACTS, Breadth.all)), not_searched(config)
     for key, value in flatten(config).items():
         annotation = serve_root().keys[key].annotation
         has_a_scale = isinstance(value, bool | int | float) or (isinstance(value, str) and not accepts(annotation, str))
@@ -50,16 +60,18 @@ def test_every_setting_of_scheduler_and_memory_is_searched_or_has_a_reason_not_t
 
 def test_the_base_configuration_is_a_point_of_the_space() -> None:
     for overrides in ([], ["+preset=interactive"], ["+preset=batch", "scheduler.max_num_seqs=100"],
-                      [f"{CHUNK}=null", "scheduler.prefix_cache=none"]):
+                      [f"{CHUNK}=null", "scheduler.prefix_cache=none"], ["scheduler/policy=vtc"],
+                      ["engine.graph_batch_sizes=[1,3,64]"], ["engine.cuda_graphs=false"]):
         config = base(*overrides)
-        space = default_space(config, FACTS)
-        point = space.locate(config)
-        assert point == space.start
-        assert base(*overrides, *space.overrides(point)) == config
+        for facts, breadth in ((FACTS, Breadth.default), (GPU, Breadth.all)):
+            space = default_space(config, facts, breadth)
+            point = space.locate(config)
+            assert point == space.start
+            assert base(*overrides, *space.overrides(point)) == config
 
 
 def test_bounds_come_from_the_schema_and_the_facts() -> None:
-    space = knobs(default_space(base("scheduler.admission.watermark=0.2"), FACTS))
+    space = knobs(default_space(base("scheduler.admission.watermark=0.2"), FACTS, Breadth.all))
     assert space["scheduler.admission.watermark"].domain == Reals(0.025, 0.4, is_log=True), "the schema ends at 0.5"
     assert space[CHUNK].domain == Ladder((32, 64, 128, 256, 512, 1024)), "the model ends at 1,024"
     assert space["engine.threads"] == Knob("engine.threads", Ladder((1, 2, None)), warmth=Warmth.cold)
@@ -76,7 +88,7 @@ from enum import Enum
 from servekit.config.compose import compose_serve
 from servekit.config.errors import require
 from servekit.config.schema import PrefillConfig
-from servekit.tuner.default_space import Facts, default_space
+from servekit.tuner.default_space import Breadth, Facts, default_space
 from servekit.tuner.space import Condition, Ladder
 
 class Kind(Enum):
@@ -95,7 +107,7 @@ class AddedPrefillConfig(PrefillConfig):
     def __post_init__(self) -> None:
         require(4 <= self.depth <= 64, "scheduler.prefill.depth", self.depth, "must lie between 4 and 64", "or else")
 
-knobs = {knob.key: knob for knob in default_space(compose_serve().config, Facts(1, True, 1024)).knobs}
+knobs = {knob.key: knob for knob in default_space(compose_serve().config, Facts(1, True, 1024), Breadth.all).knobs}
 assert "added" in knobs["scheduler.prefill.kind"].domain.values
 assert knobs["scheduler.prefill.depth"].domain == Ladder((4, 8, 16, 32, 64)), knobs
 assert knobs["scheduler.prefill.depth"].condition == Condition("scheduler.prefill.kind", ("added",))
@@ -108,13 +120,62 @@ assert "scheduler.prefill.share_timeout_s" not in knobs
 def test_what_only_a_study_can_know_is_not_offered() -> None:
     for overrides in ([], ["scheduler/admission=worst_case", "scheduler.admission.reserve=oracle"]):
         config = base(*overrides)
-        offered = {value for knob in default_space(config, FACTS).knobs if isinstance(knob.domain, Options)
-                   for value in knob.domain.values}
-        assert ("oracle" in offered) is bool(overrides), "unless the base configuration has it"
+        assert ("oracle" in offered(config, Breadth.all)) is bool(overrides), "unless the base configuration has it"
+
+
+def offered(config: Config, breadth: Breadth) -> set[Any]:
+    return {value for knob in default_space(config, FACTS, breadth).knobs if isinstance(knob.domain, Options)
+            for value in knob.domain.values}
 
 
 def test_patterns_of_what_is_not_searched_have_reasons() -> None:
-    assert all(reason and not reason.endswith(".") for reason in NOT_SEARCHED.values())
+    reasons = (*NOT_SEARCHED.values(), *FIRST.values(), *NOT_OFFERED_FIRST.values())
+    assert all(reason and not reason.endswith(".") for reason in reasons)
+
+
+@pytest.mark.parametrize("facts", [FACTS, GPU], ids=["cpu", "gpu"])
+def test_the_default_is_a_few_of_all_and_says_which_are_left(facts: Facts) -> None:
+    """A study of some dozen trials cannot learn about 40 knobs."""
+    first, everything = (default_space(base(), facts, breadth) for breadth in Breadth)
+    assert set(knobs(first)) <= set(FIRST) <= set(serve_root().keys)
+    assert {*knobs(first), *first.left_out} == set(knobs(everything)) and not everything.left_out
+    assert not set(knobs(first)) & set(first.left_out) and len(first.knobs) <= 13 < len(everything.knobs) // 2
+    assert {"scheduler.max_num_seqs", "scheduler.max_step_tokens", CHUNK, CACHE} <= set(knobs(first))
+
+
+def test_a_value_that_is_no_matter_of_load_is_offered_only_where_the_base_has_it_or_all_is_searched() -> None:
+    assert not offered(base(), Breadth.default) & set(NOT_OFFERED_FIRST)
+    assert set(NOT_OFFERED_FIRST) <= offered(base(), Breadth.all)
+    assert offered(base("scheduler/policy=vtc"), Breadth.default) & set(NOT_OFFERED_FIRST) == {"vtc"}
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+SEQS, SIZES, GRAPHS = "scheduler.max_num_seqs", "engine.graph_batch_sizes", "engine.cuda_graphs"
+
+
+def test_graph_sizes_are_lists_that_go_with_every_batch_for_which_they_are_offered() -> None:
+    """Half as many as the powers of two that null means, and twice as many."""
+    space = default_space(base(f"{SEQS}=96"), GPU)
+    knob = knobs(space)[SIZES]
+    assert knob.domain == Options((None, "[1, 4, 16, 64, 96]", "[1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]"))
+    assert knob.warmth is Warmth.hot, "they are captured anew with every cache"
+    assert knob.condition == Condition(SEQS, (96, 128, 256, 512, 1024))
+    for count, sizes in product((64, 96, 128), knob.domain.values[1:]):
+        point = {**space.start, SEQS: count, SIZES: sizes}
+        config = base(*(text for text in space.overrides(point) if text.startswith((SEQS, SIZES))))
+        assert space.locate(config)[SIZES] == (sizes if count >= 96 else None)
+        assert show(config.engine.graph_batch_sizes) == (sizes if count >= 96 else "null")
+
+
+def test_graphs_are_searched_where_there_can_be_some() -> None:
+    assert not {SIZES, GRAPHS} & set(knobs(default_space(base(), FACTS, Breadth.all)))
+    assert not {SIZES, GRAPHS} & set(knobs(default_space(base(), replace(GPU, has_graphs=False), Breadth.all)))
+    everything = knobs(default_space(base(), GPU, Breadth.all))
+    assert everything[GRAPHS] == Knob(GRAPHS, Options((None, False)), warmth=Warmth.cold)
+    assert GRAPHS not in knobs(default_space(base(), GPU))
+    assert SIZES not in knobs(default_space(base(f"{GRAPHS}=false"), GPU)), "sizes of no graphs"
+    assert GRAPHS not in knobs(default_space(base(f"{SIZES}=[1,2]"), GPU, Breadth.all))
 
 
 # --- points -----------------------------------------------------------------------------------------------------------
@@ -183,11 +244,15 @@ def test_other_types_in_hydras_grammar() -> None:
     assert space["scheduler.admission.watermark"].domain == Reals(0.01, 0.1)
     assert (space[CACHE].warmth, space["engine.threads"].warmth) == (Warmth.hot, Warmth.cold)
     assert parse_space("default", base(), FACTS) == default_space(base(), FACTS)
+    assert parse_space("all", base(), FACTS) == default_space(base(), FACTS, Breadth.all)
 
 
 @pytest.mark.parametrize(("search", "message"), [
     ({}, "search={}: names no knob"),
     (None, "search=null: names no knob"),
+    ("everything", "search=everything: names no knob; write search=default, search=all, or knobs such as"),
+    ({"engine.graph_batch_sizes": "choice([1,2],[1,4])"}, "search.engine.graph_batch_sizes=[1, 2]: a list cannot be "
+                                                          "searched by its name"),
     ({"scheduler.max_seqs": "choice(1, 2)"}, "search.scheduler.max_seqs=choice(1, 2): there is no such setting; did "
                                              "you mean scheduler.max_num_seqs?"),
     ({"model": "choice(a, b)"}, "search.model=choice(a, b): does not belong to a component of the scheduler; choose "

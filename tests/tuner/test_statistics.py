@@ -22,6 +22,7 @@ from servekit.tuner.statistics import (
     miss_share_bound,
     miss_share_interval,
     miss_share_interval_anytime,
+    percentile,
     percentile_interval,
     percentile_interval_by_blocks,
     percentile_ranks,
@@ -199,3 +200,15 @@ def test_percentile_bounds_by_blocks_are_never_narrower_than_order_statistics() 
     independent = [random.exponential(size=1) for _ in range(1000)]
     assert percentile_interval_by_blocks(independent, 900).width < 2 * percentile_interval(
         np.concatenate(independent), 900).width
+
+
+@given(st.lists(st.floats(0, 10) | st.just(inf), min_size=1, max_size=60), st.integers(1, 1000))
+def test_a_percentile_is_the_least_value_that_enough_do_not_exceed(values: list[float], per_mille: int) -> None:
+    found = percentile(np.array(values), per_mille)
+    assert sum(value <= found for value in values) * 1000 >= per_mille * len(values)
+    assert sum(value < found for value in values) * 1000 < per_mille * len(values)
+
+
+def test_a_percentile_has_an_exact_rank_where_the_product_of_share_and_count_is_rounded() -> None:
+    """0.535 times 3,800 is 2,033, and a little more in binary."""
+    assert percentile(np.arange(3800.0), 535) == 2032.0 < np.quantile(np.arange(3800.0), 0.535, method="inverted_cdf")

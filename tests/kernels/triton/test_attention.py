@@ -17,7 +17,19 @@ from servekit.kernels.triton.attention import PagedAttention
 from servekit.kernels.triton.attention_decode import num_parts
 from servekit.kernels.triton.attention_prefill import MOST_HEADS_PER_KEY_HEAD
 from servekit.kernels.triton.device import Gpu
-from triton_cases import EVERY_DTYPE, KERNELS, NEW, OLD, REFERENCE, SEEDS, Attention, assert_near, attention, quick
+from triton_cases import (
+    EVERY_DTYPE,
+    KERNELS,
+    NEW,
+    OLD,
+    REFERENCE,
+    SEEDS,
+    Attention,
+    assert_near,
+    attention,
+    numbers,
+    quick,
+)
 
 HEAD_DIMS = st.sampled_from([64, 96, 128, 256])
 GROUPS = st.integers(1, 8) | st.just(17)
@@ -151,6 +163,22 @@ def test_attention_over_a_cache_of_eight_bits(dtype: torch.dtype, gpu: Gpu, leng
     actual = PagedAttention(gpu)(case.q, keys, values, case.batch, 0.2, window, scales)
     expected = fp8_kv.reference_attention(case.q.double(), keys, values, case.batch, 0.2, window, scales)
     assert_near(actual / scales.value, expected / scales.value, dtype, STEPS)
+
+
+@EVERY_DTYPE
+def test_engines_keep_a_cache_of_eight_bits_without_scales(dtype: torch.dtype) -> None:
+    """The operations as a `Kernels` has them: a step writes its keys and values, and attends to them."""
+    case = attention([(40, 1), (37, 12)], 16, 2, 2, 64, dtype, 1)
+    heads = numbers(13, 8, 64, seed=2, dtype=dtype)
+    q, k, v = heads.split_with_sizes([4, 2, 2], dim=1)
+    angles = torch.outer(torch.arange(40.0), numbers(32, seed=3))
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.tensor([39, *range(25, 37)])
+    attended = []
+    for kernels in (KERNELS, REFERENCE):
+        caches = [cache.to(torch.float8_e4m3fn) for cache in (case.keys, case.values)]
+        rotated = kernels.rope_and_cache(q, k, v, cos_sin, positions, *caches, case.batch.slots)
+        attended.append(kernels.paged_attention(rotated, *caches, case.batch, 0.2, None))
+    assert_near(*attended, dtype, STEPS)
 
 
 def test_rows_of_other_requests_are_left_alone() -> None:

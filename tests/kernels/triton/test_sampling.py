@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -10,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from servekit.core.plan import Sampled
+from servekit.core.request import SamplingParams
 from servekit.kernels.triton.argmax import MOST_COLUMNS
 from servekit.kernels.triton.draw import _gumbel
+from servekit.runner.sampler import Stand, answers, choose
 from triton_cases import KERNELS, REFERENCE, SEEDS, integers, numbers, quick
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -177,3 +182,31 @@ def test_truncation_at_any_temperature(temperature: float) -> None:
     actual, expected = truncated(logits, temperature, 20, 0.9, 0.1)
     assert abs((actual != -INFINITY).sum() - (expected != -INFINITY).sum()) <= 3
     assert (actual.argmax(dim=1) == logits.argmax(dim=1)).all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
+def test_truncation_of_an_unsound_row_ends_and_spares_the_others(bad: float) -> None:
+    logits = numbers(3, 70, seed=1)
+    logits[1] = bad
+    actual, expected = truncated(logits, 1.0, 9, 0.9, 0.0)
+    assert_left(actual[::2], expected[::2], logits[::2], 1.0)
+
+
+# --- The sampler over these kernels -----------------------------------------------------------------------------------
+
+MIXED = [SamplingParams(max_tokens=1, **options) for options in (
+    {}, {"top_k": 1}, {"top_k": 7, "temperature": 0.7}, {"top_p": 0.8}, {"top_p": 0.0}, {"top_k": 10**6, "top_p": 1.0},
+    {"min_p": 0.1, "temperature": 2.0}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0.0},
+    {"top_k": 3, "allowed_token_ids": (2, 5, 8, 11)}, {"top_p": 0.5, "logit_bias": {3: 2.0}})]  # type: ignore[arg-type]
+"""Requests as they come together in a step."""
+
+
+@pytest.mark.parametrize(("vocab", "are_whole"), [(60, False), (60, True), (MOST_COLUMNS + 1, True)])
+def test_mixed_requests_draw_the_same_tokens_as_with_the_reference(vocab: int, are_whole: bool) -> None:
+    """Whole logits are often equal, as those of a head in bfloat16 are."""
+    logits = 3 * numbers(len(MIXED), vocab, seed=vocab)
+    logits = logits.round() if are_whole else logits
+    stands = [Stand(replace(params, seed=seed), 4, 4, []) for seed, params in enumerate(MIXED)]
+    actual, expected = (answers(choose(logits, stands, kernels), stands) for kernels in (KERNELS, REFERENCE))
+    assert actual == expected and all(isinstance(answer, Sampled) for answer in actual)
+    assert len(set(actual)) > len(MIXED) / 2, "the draws differ from each other"

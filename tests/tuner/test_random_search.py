@@ -1,0 +1,146 @@
+"""`compare: [random]`: a random search that takes as long as the search did, and its best beside the tuned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from servekit.config.schema import Config
+from servekit.tuner.command import RANDOM, Clock, _search_at_random
+from servekit.tuner.confirmation import Finalist
+from servekit.tuner.judgement import Role
+from servekit.tuner.outcome import _finalists
+from servekit.tuner.settings import Settings, read_settings
+from servekit.tuner.space import Knob, Ladder, Space
+from servekit.tuner.study import Identity, Origin, Trial, TuningStudy, open_study
+from servekit.tuner.trial import Candidate, Ending, Outcome
+
+SEQS = "scheduler.max_num_seqs"
+SPACE = Space((Knob(SEQS, Ladder((1, 2, 4, 8, 16, 32, 64, 128))),), {SEQS: 8})
+IDENTITY = Identity(space="s", slo="o", workload="w", model="m", device="d")
+TRIAL_S, SEARCHED = 10.0, 4
+"""What a trial says that it took, and how many of the search there are."""
+FILE = """\
+slo: {ttft: {p90: 2s}}
+workload: {name: fixed, prompt_tokens: 24, output_tokens: 4}
+base: {model: {source: "dummy:tiny"}, scheduler.max_num_seqs: 8}
+folder: FOLDER
+"""
+
+
+@dataclass
+class MadeUp:
+    """An executor that measures nothing: the more requests run at once, the better, up to a limit."""
+
+    most_seqs: int = 64
+    """Above it, nothing holds; nor does anything if it is 0."""
+    began: list[tuple[float, int]] = field(default_factory=list)
+    """Where a study began, and how many trials it had."""
+    measured: list[int] = field(default_factory=list)
+
+    def begin(self, start_per_s: float, trials: Iterable[Trial]) -> None:
+        self.began.append((start_per_s, len(list(trials))))
+
+    def run(self, candidate: Candidate) -> Outcome:
+        assert isinstance(candidate.config, Config)
+        seqs = candidate.config.scheduler.max_num_seqs
+        self.measured.append(seqs)
+        holds = seqs <= self.most_seqs
+        return Outcome(Ending.measured, seqs / 8 if holds else 0.0, {"ttft.p90": -0.5 if holds else 0.5},
+                       {"duration_s": TRIAL_S, "runs": [{"rate_per_s": 1.0}], "is_out_of_time": False})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal need not survive a power cut here."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def read(folder: Path, *words: str) -> Settings:
+    (folder / "tune.yaml").write_text(FILE.replace("FOLDER", str(folder / "study")))
+    return read_settings(folder / "tune.yaml", words)
+
+
+@contextmanager
+def searched(settings: Settings, executor: MadeUp) -> Iterator[TuningStudy]:
+    """A study in which the search has had its trials, the default first."""
+    with open_study(settings.folder, settings.study, IDENTITY, SPACE, ("ttft.p90",), settings.assemble) as study:
+        study.enqueue(settings.base, Origin.base)
+        while len(executor.measured) < SEARCHED and (candidate := study.ask()) is not None:
+            study.tell(candidate, executor.run(candidate))
+        executor.measured.clear()
+        yield study
+
+
+def at_random(settings: Settings, executor: MadeUp, study: TuningStudy) -> Finalist | None:
+    return _search_at_random(settings, executor, study, IDENTITY, SPACE, 3.0, Console(quiet=True))  # type: ignore[arg-type]
+
+
+def test_it_takes_as_long_as_the_search_and_its_best_is_a_finalist(tmp_path: Path) -> None:
+    settings, executor = read(tmp_path, "compare=[random]"), MadeUp()
+    with searched(settings, executor) as study:
+        known = study.trials
+        found = at_random(settings, executor, study)
+        assert study.trials == known, "it has a study of its own"
+    assert len(executor.measured) == SEARCHED and len(set(executor.measured)) == SEARCHED
+    assert executor.began == [(3.0, 0)], "it knows nothing of what the search has found"
+    assert found is not None and (found.name, found.role) == ("random", Role.random)
+    best = max(seqs for seqs in executor.measured if seqs <= executor.most_seqs)
+    assert isinstance(found.config, Config)
+    assert found.config.scheduler.max_num_seqs == best
+    assert (found.rate_per_s, found.overrides) == (best / 8, (f"{SEQS}={best}",))
+
+
+def test_after_an_interruption_it_goes_on_and_does_not_begin_again(tmp_path: Path) -> None:
+    settings, executor = read(tmp_path, "compare=[random]"), MadeUp()
+    with searched(settings, executor) as study:
+        first = at_random(settings, executor, study)
+        executor.measured.clear()
+        assert at_random(settings, executor, study) == first
+    assert executor.measured == [] and executor.began[0] == (3.0, 0)
+    assert executor.began[1][1] >= SEARCHED, "it is told what it has found before"
+
+
+def test_whoever_does_not_ask_for_it_does_not_get_it(tmp_path: Path) -> None:
+    settings, executor = read(tmp_path), MadeUp()
+    with searched(settings, executor) as study:
+        assert at_random(settings, executor, study) is None
+    assert executor.measured == [] and not (settings.folder / RANDOM).exists()
+
+
+def test_where_nothing_held_there_is_nobody_to_compare_with(tmp_path: Path) -> None:
+    settings, executor = read(tmp_path, "compare=[random]"), MadeUp(most_seqs=0)
+    with searched(settings, executor) as study:
+        assert at_random(settings, executor, study) is None
+    assert len(executor.measured) == SEARCHED
+
+
+def test_it_is_measured_again_unless_it_is_there_under_another_name(tmp_path: Path) -> None:
+    settings, executor = read(tmp_path, "compare=[random]"), MadeUp(most_seqs=128)
+    with searched(settings, executor) as study:
+        tuned = study.shortlist(1)[0].values[SEQS]
+        default = Finalist("random", Role.random, settings.base, 1.0)
+        other = Finalist("random", Role.random, settings.assemble([f"{SEQS}=100"]), 1.0)
+        same = Finalist("random", Role.random, settings.assemble([f"{SEQS}={tuned}"]), 1.0)
+        assert names(_finalists(settings, study, other))[-2:] == ["default", "random"]
+        assert "random" not in names([*_finalists(settings, study, same), *_finalists(settings, study, default)])
+
+
+def names(finalists: Sequence[Finalist]) -> list[str]:
+    return [finalist.name for finalist in finalists]
+
+
+def test_its_time_is_not_taken_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    clock = Clock(started_s=100.0, budget_s=60.0)
+    now_s[0] += 20.0
+    with clock.stopped():
+        now_s[0] += 1000.0
+    assert clock.left_s() == 40.0
