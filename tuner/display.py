@@ -86,10 +86,10 @@ def _budget(settings: Settings, num_trials: int) -> str:
 def _trials(settings: Settings, rate_per_s: float) -> list[str]:
     """How many configurations there is time for, and what each may take of it."""
     search_s, allowance, limit = settings.budget.search_s, settings.allowance, settings.budget.trials
-    holding_s = min(allowance.most_s, RateSearch.max_runs * allowance.shortest_s(rate_per_s, holds=True))
-    holding, losing = ceil(search_s / holding_s), round(1 / LOSING_SHARE)
-    return [f"trials: about {holding} if each holds at such a rate and is bracketed in {RateSearch.max_runs} runs, at "
-            f"least {losing} if none holds anything, more where a run is soon seen to fail beside a better one"
+    run_s = max(allowance.shortest_s(rate_per_s, holds=True), settings.budget.min_run_s)
+    holding, losing = ceil(search_s / min(allowance.most_s, RateSearch.max_runs * run_s)), round(1 / LOSING_SHARE)
+    return [f"trials: about {holding} if each holds at such a rate and is bracketed in {RateSearch.max_runs} runs, "
+            f"{losing} if none holds anything, more where a run is soon seen to fail beside a better one"
             f"{'' if limit is None else f'; no more than {limit}, as budget.trials says'}",
             f"of {search_s / 60:.1f} minutes for the search, a configuration that holds nothing gets at most "
             f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), any other {allowance.most_s:.0f} s; no rate below "

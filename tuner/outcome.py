@@ -90,7 +90,8 @@ def _closest(study: TuningStudy) -> Trial | None:
 def _closest_words(trial: Trial) -> str:
     broken = ", ".join(name for name, value in trial.constraints.items() if value > 0)
     bounds: dict[str, int] = dict(trial.facts.get("bound", {}))
-    binding = f"; most of its steps were bound by {max(bounds, key=lambda name: bounds[name])}" if bounds else ""
+    bound = max(bounds, key=lambda name: bounds[name], default="").replace("_", " ")
+    binding = f"; most of its steps were bound by {bound}" if bound else ""
     lowest_per_s = min(run["rate_per_s"] for run in trial.facts["runs"])
     return (f"Closest: trial {trial.number} at {lowest_per_s:.2f} req/s, which breaks {broken}{binding}. Its settings: "
             f"{', '.join(f'{key}={show(value)}' for key, value in trial.values.items())}")

@@ -217,7 +217,7 @@ def quantized(bench: Bench, quantization: Quantization) -> Iterator[Row]:
 
 
 def modes(bench: Bench) -> Iterator[Row]:
-    """Graphs and overlap, each on and off."""
+    """Graphs and overlap, each on and off; and a KV cache in fp8."""
     model, batches = load(bench, Quantization.none), bench.sizes.mode_batches
     graphs = [("graphs", graph_sizes(bench, batches))] if bench.device.type == "cuda" else []
     without = ["engine.cuda_graphs=false"] if bench.device.type == "cuda" else []
@@ -225,6 +225,9 @@ def modes(bench: Bench) -> Iterator[Row]:
         if bench.has_time:
             yield from decodes(bench, model, f"{graph_name}, {'overlap' if overlap else 'no overlap'}", batches,
                                *graph_settings, f"engine.overlap={str(overlap).lower()}")
+    if bench.has_time:
+        narrow = replace(model, resolved=replace(model.resolved, kv_dtype=KVDType.fp8))
+        yield from decodes(bench, narrow, "fp8 KV", batches, *graph_sizes(bench, batches), "memory.kv_dtype=fp8")
 
 
 def decodes(bench: Bench, model: LoadedModel, mode: str, batches: Sequence[int], *overrides: str) -> Iterator[Row]:

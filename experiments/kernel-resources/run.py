@@ -72,6 +72,7 @@ def main() -> int:
             print(f"sm_{capability} {call.name}: {describe(found)}", flush=True)
     records = ",\n".join(json.dumps(as_record(finding)) for finding in findings)
     Path(options.get("out", "result.json")).write_text(f"[\n{records}\n]\n")
+    print("\n".join(table(findings)))
     spilling = [finding for finding in findings if finding.is_first and finding.spills]
     for finding in spilling:
         print(f"spills in its first configuration: sm_{finding.capability} {finding.call}")
@@ -103,6 +104,25 @@ def describe(found: list[Finding]) -> str:
     first, spilling = found[0].kernels[0], sum(finding.spills for finding in found)
     return (f"{found[0].num_bytes:,} B, {first.registers} registers, {first.shared_bytes} B shared, occupancy "
             f"{first.occupancy:.2f}; {spilling} of {len(found)} configurations spill")
+
+
+def table(findings: list[Finding]) -> Iterator[str]:
+    """The hot calls: bytes, and for each capability registers, occupancy and how many configurations spill."""
+    capabilities = sorted({finding.capability for finding in findings})
+    yield f"| call | bytes | {' | '.join(f'sm_{capability}' for capability in capabilities)} |"
+    yield "| --- | --: |" + " --- |" * len(capabilities)
+    for name, num_bytes in {finding.call: finding.num_bytes for finding in findings if finding.is_hot}.items():
+        cells = [cell([finding for finding in findings if (finding.call, finding.capability) == (name, capability)])
+                 for capability in capabilities]
+        yield f"| {name} | {num_bytes:,} | {' | '.join(cells)} |"
+
+
+def cell(found: list[Finding]) -> str:
+    if not found:
+        return "–"
+    first, spilling = found[0].kernels[0], sum(finding.spills for finding in found)
+    return f"{first.registers} registers, {100 * first.occupancy:.0f} %" + (
+        f"; {spilling} of {len(found)} spill" if spilling else "")
 
 
 def as_record(finding: Finding) -> dict[str, object]:

@@ -19,6 +19,8 @@ _DEFAULT_SWAP_SHARE = 0.1
 
 _EIGHT_BITS = (Quantization.int8, Quantization.int8_dynamic, Quantization.fp8, Quantization.fp8_dynamic)
 _HEAD_IN_INT8 = (Quantization.int8, Quantization.int8_dynamic, Quantization.int4)
+_OWN_CPU_PRODUCTS = (Quantization.int8, Quantization.int4)
+"""What the C++ operations multiply by as it is; they leave the rest to the reference."""
 _SCALE_BITS = {Quantization.mxfp4: 8, Quantization.nvfp4: 8}
 """Bits of a group's scale; the others have one in float32, or a scale and a minimum in half that."""
 _GROUP_SIZES = {Quantization.int4: 32, Quantization.mxfp4: 32, Quantization.nvfp4: 16}
@@ -124,17 +126,28 @@ def _packs(quantization: Quantization, kernels: KernelSet, is_kept: bool) -> boo
         case KernelSet.triton:
             return True
         case KernelSet.cpu:
+            # A checkpoint's own integers take eight bits where four do not hold them exactly: reckoned as if all did.
             return quantization is Quantization.int4 and not is_kept
         case _:
             return False
 
 
 def _estimate(config: Config, spec: ModelSpec, formats: Formats) -> int:
-    scheduler, is_quantized = config.scheduler, formats.quantization is not Quantization.none
-    dequantizes = is_quantized and formats.kernels is KernelSet.reference
+    scheduler = config.scheduler
     largest_matrix = max(2 * spec.intermediate_size, spec.num_heads * spec.head_dim) * spec.hidden_size
     return (activation_bytes(spec, scheduler.max_step_tokens, scheduler.max_num_seqs, formats.dtype_bytes)
-            + (_DEQUANTIZED_BYTES * largest_matrix if dequantizes else 0))
+            + (_DEQUANTIZED_BYTES * largest_matrix if _dequantizes(formats) else 0))
+
+
+def _dequantizes(formats: Formats) -> bool:
+    """Whether a product makes plain numbers of its matrix first."""
+    match formats.kernels:
+        case KernelSet.triton:
+            return False
+        case KernelSet.cpu:
+            return formats.quantization not in (Quantization.none, *_OWN_CPU_PRODUCTS)
+        case _:
+            return formats.quantization is not Quantization.none
 
 
 def _usable_notes(config: Config, use: MemoryUse, fraction: float) -> list[str]:

@@ -34,18 +34,22 @@ def built(kv_dtype: KVDType = KVDType.fp8, **options: object) -> BuiltEngine:
     return build(replace(config, memory=replace(config.memory, kv_dtype=kv_dtype)))
 
 
-def tokens(heard: list[Heard]) -> list[list[int]]:
-    return [one.tokens for one in heard]
+def scores(heard: list[Heard]) -> list[list[float]]:
+    """Of the tokens that came: a wrong key changes these sooner than the tokens."""
+    return [[scored.logprob for event in one.events for scored in event.logprobs] for one in heard]
 
 
 @pytest.mark.parametrize("preemption", [RecomputePreemptionConfig(), SwapPreemptionConfig()], ids=["recompute", "swap"])
 def test_company_chunks_prefixes_and_preemption_change_no_token(preemption: PreemptionConfig) -> None:
     shared = prompts(1, 1, 32, 33)[0]
     asked = [shared + tail for tail in prompts(2, 10, 1, 30)]
-    alone = run(built().engine, [spec(prompt, 24) for prompt in asked], together=False)
+    alone = run(built().engine, [spec(prompt, 24, logprobs=0) for prompt in asked], together=False)
     engine = built(num_kv_blocks=13, block_size=8, max_model_len=96, chunk_tokens=16, prefix_cache=True,
                    preemption=preemption).engine
-    assert tokens(run(engine, [spec(prompt, 24) for prompt in asked])) == tokens(alone)
+    heard = run(engine, [spec(prompt, 24, logprobs=0) for prompt in asked])
+    assert [one.tokens for one in heard] == [one.tokens for one in alone]
+    for mine, expected in zip(scores(heard), scores(alone), strict=True):
+        assert len(mine) == 24 and mine == pytest.approx(expected, abs=1e-9)
     stats = engine.stats()
     assert stats.preemptions_total > 0 and stats.cached_tokens_total > 0
 

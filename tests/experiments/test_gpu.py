@@ -170,6 +170,19 @@ def test_four_bits_are_counted_as_four(gpu: dict[str, ModuleType]) -> None:
     bits = {name: 8 * operations.stored_bytes(quantized) / weight.numel() for name, quantized in (
         ("int4", operations.SCHEMES[operations.Quantization.int4].quantize(weight)),
         ("mxfp4", operations.SCHEMES[operations.Quantization.mxfp4].quantize(weight)),
-        ("nvfp4", operations.SCHEMES[operations.Quantization.nvfp4].quantize(weight)))}
-    assert bits == {"int4": 5.0, "mxfp4": 4.25, "nvfp4": 4.5}
+        ("nvfp4", operations.SCHEMES[operations.Quantization.nvfp4].quantize(weight)),
+        ("int4 by groups", operations.grouped_int4_linear.quantize(weight, 128)))}
+    assert bits == {"int4": 5.0, "mxfp4": 4.25, "nvfp4": 4.5, "int4 by groups": 4 + 24 / 128}
     assert operations.stored_bytes(operations.cloned(weight)) == 4 * weight.numel()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float8_e4m3fn, 1)])
+def test_the_limit_of_attention_counts_every_key_and_value(gpu: dict[str, ModuleType], dtype: torch.dtype,
+                                                           size: int) -> None:
+    operations, bench = gpu["operations"], gpu["bench"]
+    spec, where = operations.SHAPES["tiny"], bench.Bench(torch.device("cpu"), bench.TINY, None, 0.0)
+    decode = operations.decode(where, where.kernels(), spec, 3, dtype)
+    assert decode.num_bytes == 3 * 40 * 2 * spec.num_kv_heads * spec.head_dim * size
+    assert decode.flops == 3 * 40 * 4 * spec.num_heads * spec.head_dim
+    prefill = operations.prefill(where.kernels(), spec, 33, torch.device("cpu"))
+    assert prefill.num_bytes == 2 * 33 * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)

@@ -202,7 +202,12 @@ def test_a_step_of_dequantised_matrices_takes_more() -> None:
     def step(kernels: KernelSet) -> int:
         return plan_memory(config(), SPEC, GPU, formats(Quantization.fp8, kernels)).use.activation_bytes
 
-    assert step(KernelSet.reference) - step(KernelSet.triton) == 12 * 2 * SPEC.intermediate_size * SPEC.hidden_size
+    dequantized = 12 * 2 * SPEC.intermediate_size * SPEC.hidden_size
+    assert step(KernelSet.reference) - step(KernelSet.triton) == dequantized
+    assert step(KernelSet.cpu) == step(KernelSet.reference)
+    own, = {plan_memory(config(), SPEC, GPU, formats(quantization, KernelSet.cpu)).use.activation_bytes
+            for quantization in (Quantization.none, Quantization.int8, Quantization.int4)}
+    assert own == step(KernelSet.triton)
 
 
 def test_what_others_hold_is_said() -> None:

@@ -180,23 +180,25 @@ def test_an_impossible_objective_is_refused(tmp_path: Path) -> None:
 
 def test_when_nothing_holds_it_says_what_binds(tmp_path: Path) -> None:
     """Every other answer has more than one token, and no machine makes tokens as fast as that; the first ones are
-    answered as soon as they have begun, so that the objective is not refused for what a request alone takes.
+    answered as soon as they have begun, so that the objective is not refused for what a request alone takes. A second
+    trial is allowed, since the first may be disturbed if this machine is busy.
     """
     lengths = [1] * 6 + [1, 24] * 20
     rows = (f"2024-05-10 00:00:{i:02},16,{length}" for i, length in enumerate(lengths))
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
-    told = tune(write(tmp_path), "slo={tpot: {p90: 1us}}", "budget.trials=1", "budget.requests=30",
-                f"workload={{trace: {tmp_path / 'trace.csv'}, rate: 40}}")
+    told = tune(write(tmp_path), "slo={tpot: {p90: 1us}}", "budget.trials=2", "budget.minutes=2", "budget.requests=30",
+                f"workload={{trace: {tmp_path / 'trace.csv'}, rate: 120}}")
     assert told.status == 4, told.out + told.err
     assert "breaks tpot.p90" in told.out
-    said = told.out.partition("nothing holds the objective. Closest: trial 0 at ")[2]
+    said = told.out.partition("nothing holds the objective. Closest: trial ")[2]
     assert "which breaks tpot.p90; most of its steps were bound by " in said
     folder = tmp_path / "study"
     assert not (folder / "tuned.yaml").exists()
     assert "bound by" in (folder / "report.html").read_text()
     proven = read_certificate(folder / "certificate.json")
     assert verify(folder / "certificate.json").problems == [] and proven.judgement.winner is None
-    assert proven.claim.failures == {"default": "held the objective at no rate that was tried"}
+    assert "default" in proven.claim.failures
+    assert "held the objective at no rate that was tried" in proven.claim.failures.values()
 
 
 def test_a_model_that_is_not_there_is_a_wrong_setting(tmp_path: Path) -> None:

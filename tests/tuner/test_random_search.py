@@ -6,12 +6,16 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from servekit.config.compose import compose_serve
 from servekit.config.schema import Config
+from servekit.tuner import settings
 from servekit.tuner.command import RANDOM, Clock, _search_at_random
 from servekit.tuner.confirmation import Finalist
 from servekit.tuner.judgement import Role
@@ -56,10 +60,16 @@ class MadeUp:
                        {"duration_s": TRIAL_S, "runs": [{"rate_per_s": 1.0}], "is_out_of_time": False})
 
 
+@cache
+def composed(overrides: tuple[str, ...]) -> Any:
+    return compose_serve(overrides)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal need not survive a power cut here."""
+    """The journal need not survive a power cut here, and few configurations are composed again and again."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(settings, "compose_serve", lambda overrides: composed(tuple(overrides)))
 
 
 def read(folder: Path, *words: str) -> Settings:
@@ -68,25 +78,25 @@ def read(folder: Path, *words: str) -> Settings:
 
 
 @contextmanager
-def searched(settings: Settings, executor: MadeUp) -> Iterator[TuningStudy]:
+def searched(tuning: Settings, executor: MadeUp) -> Iterator[TuningStudy]:
     """A study in which the search has had its trials, the default first."""
-    with open_study(settings.folder, settings.study, IDENTITY, SPACE, ("ttft.p90",), settings.assemble) as study:
-        study.enqueue(settings.base, Origin.base)
+    with open_study(tuning.folder, tuning.study, IDENTITY, SPACE, ("ttft.p90",), tuning.assemble) as study:
+        study.enqueue(tuning.base, Origin.base)
         while len(executor.measured) < SEARCHED and (candidate := study.ask()) is not None:
             study.tell(candidate, executor.run(candidate))
         executor.measured.clear()
         yield study
 
 
-def at_random(settings: Settings, executor: MadeUp, study: TuningStudy) -> Finalist | None:
-    return _search_at_random(settings, executor, study, IDENTITY, SPACE, 3.0, Console(quiet=True))  # type: ignore[arg-type]
+def at_random(tuning: Settings, executor: MadeUp, study: TuningStudy) -> Finalist | None:
+    return _search_at_random(tuning, executor, study, IDENTITY, SPACE, 3.0, Console(quiet=True))  # type: ignore[arg-type]
 
 
 def test_it_takes_as_long_as_the_search_and_its_best_is_a_finalist(tmp_path: Path) -> None:
-    settings, executor = read(tmp_path, "compare=[random]"), MadeUp()
-    with searched(settings, executor) as study:
+    tuning, executor = read(tmp_path, "compare=[random]"), MadeUp()
+    with searched(tuning, executor) as study:
         known = study.trials
-        found = at_random(settings, executor, study)
+        found = at_random(tuning, executor, study)
         assert study.trials == known, "it has a study of its own"
     assert len(executor.measured) == SEARCHED and len(set(executor.measured)) == SEARCHED
     assert executor.began == [(3.0, 0)], "it knows nothing of what the search has found"
@@ -98,38 +108,38 @@ def test_it_takes_as_long_as_the_search_and_its_best_is_a_finalist(tmp_path: Pat
 
 
 def test_after_an_interruption_it_goes_on_and_does_not_begin_again(tmp_path: Path) -> None:
-    settings, executor = read(tmp_path, "compare=[random]"), MadeUp()
-    with searched(settings, executor) as study:
-        first = at_random(settings, executor, study)
+    tuning, executor = read(tmp_path, "compare=[random]"), MadeUp()
+    with searched(tuning, executor) as study:
+        first = at_random(tuning, executor, study)
         executor.measured.clear()
-        assert at_random(settings, executor, study) == first
+        assert at_random(tuning, executor, study) == first
     assert executor.measured == [] and executor.began[0] == (3.0, 0)
     assert executor.began[1][1] >= SEARCHED, "it is told what it has found before"
 
 
 def test_whoever_does_not_ask_for_it_does_not_get_it(tmp_path: Path) -> None:
-    settings, executor = read(tmp_path), MadeUp()
-    with searched(settings, executor) as study:
-        assert at_random(settings, executor, study) is None
-    assert executor.measured == [] and not (settings.folder / RANDOM).exists()
+    tuning, executor = read(tmp_path), MadeUp()
+    with searched(tuning, executor) as study:
+        assert at_random(tuning, executor, study) is None
+    assert executor.measured == [] and not (tuning.folder / RANDOM).exists()
 
 
 def test_where_nothing_held_there_is_nobody_to_compare_with(tmp_path: Path) -> None:
-    settings, executor = read(tmp_path, "compare=[random]"), MadeUp(most_seqs=0)
-    with searched(settings, executor) as study:
-        assert at_random(settings, executor, study) is None
+    tuning, executor = read(tmp_path, "compare=[random]"), MadeUp(most_seqs=0)
+    with searched(tuning, executor) as study:
+        assert at_random(tuning, executor, study) is None
     assert len(executor.measured) == SEARCHED
 
 
 def test_it_is_measured_again_unless_it_is_there_under_another_name(tmp_path: Path) -> None:
-    settings, executor = read(tmp_path, "compare=[random]"), MadeUp(most_seqs=128)
-    with searched(settings, executor) as study:
+    tuning, executor = read(tmp_path, "compare=[random]"), MadeUp(most_seqs=128)
+    with searched(tuning, executor) as study:
         tuned = study.shortlist(1)[0].values[SEQS]
-        default = Finalist("random", Role.random, settings.base, 1.0)
-        other = Finalist("random", Role.random, settings.assemble([f"{SEQS}=100"]), 1.0)
-        same = Finalist("random", Role.random, settings.assemble([f"{SEQS}={tuned}"]), 1.0)
-        assert names(_finalists(settings, study, other))[-2:] == ["default", "random"]
-        assert "random" not in names([*_finalists(settings, study, same), *_finalists(settings, study, default)])
+        default = Finalist("random", Role.random, tuning.base, 1.0)
+        other = Finalist("random", Role.random, tuning.assemble([f"{SEQS}=100"]), 1.0)
+        same = Finalist("random", Role.random, tuning.assemble([f"{SEQS}={tuned}"]), 1.0)
+        assert names(_finalists(tuning, study, other))[-2:] == ["default", "random"]
+        assert "random" not in names([*_finalists(tuning, study, same), *_finalists(tuning, study, default)])
 
 
 def names(finalists: Sequence[Finalist]) -> list[str]:

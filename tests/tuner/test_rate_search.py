@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,6 +139,9 @@ def test_what_holds_nowhere_takes_no_more_than_its_share(start_per_s: float, sea
     tried, took = run_in_time(search, 0.0, slowness)
     assert tried[0] == start_per_s and sum(took) <= search.allowance.losing_s * (1 + 1e-9)
     assert all(rate >= search.allowance.lowest_per_s for rate in tried[1:])
+    begun_s = accumulate(took[:-1])
+    assert all(before_s + TO_FAIL / rate <= search.allowance.losing_s
+               for before_s, rate in zip(begun_s, tried[1:], strict=True)), "none is begun that cannot end in time"
     assert search.held_per_s == 0 and search.is_out_of_time
     assert sum(took) + TO_FAIL / search.lower_per_s > search.allowance.losing_s \
         or search.lower_per_s < search.allowance.lowest_per_s * (1 + 1e-9) \
@@ -164,14 +168,15 @@ def test_time_enough_changes_nothing(start_per_s: float, ratio: float) -> None:
 
 
 def test_a_hopeless_configuration_of_a_short_budget() -> None:
-    """Twelve minutes, two fifths of them for the confirmation; each run as long as it must be to be seen to fail."""
+    """Twelve minutes, two fifths of them for the confirmation; each run twice as long as it must be to fail."""
     search = RateSearch(2.9, max_losing_runs=6, allowance=allowance_of(12 * 60 * 0.6))
-    tried, took = run_in_time(search, 0.0, 1.0)
-    assert len(tried) == 4 and sum(took) <= 43.2 and search.is_out_of_time
+    tried, took = run_in_time(search, 0.0, 2.0)
+    assert len(tried) == 3 and sum(took) <= 43.2 and search.is_out_of_time
     assert search.lowest_tried_per_s == min(tried) > search.allowance.lowest_per_s
 
 
 def test_having_lost_within_the_runs_allowed_is_no_want_of_time() -> None:
-    search = RateSearch(2.9, max_losing_runs=2, allowance=allowance_of(1e6))
-    run_in_time(search, 0.0, 1.0)
-    assert not search.is_out_of_time
+    """There is time for three runs, and not for a fourth."""
+    three, four = (RateSearch(100.0, max_losing_runs=count, allowance=allowance_of(10.0)) for count in (3, 4))
+    assert len(run_in_time(three, 0.0, 1.0)[0]) == len(run_in_time(four, 0.0, 1.0)[0]) == 3
+    assert not three.is_out_of_time and four.is_out_of_time

@@ -5,6 +5,7 @@ The limits are minutes, so that nothing depends on how fast or how busy this mac
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,11 +82,19 @@ class InstantHost:
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> Path:
+def certificate(made: Path, tmp_path: Path) -> Path:
+    """A copy that may be altered."""
+    shutil.copytree(made.parent, tmp_path / "certified")
+    return tmp_path / "certified" / NAME
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tuned configuration held at a rate at which the default's queue grew without end."""
+    folder = tmp_path_factory.mktemp("certified")
     finalists = (Finalist("trial 3", Role.tuned, TUNED, RATE_PER_S), Finalist("default", Role.default, DEFAULT, 50.0))
-    engine = FakeEngine(tmp_path, lambda config: 1e4 if config == TUNED else 0.01, slo=SLO)
-    return certified(tmp_path, Confirmation(SLO, finalists, engine, Rules(NUM_REQUESTS, max_rounds=1)).run())
+    engine = FakeEngine(folder, lambda config: 1e4 if config == TUNED else 0.01, slo=SLO)
+    return certified(folder, Confirmation(SLO, finalists, engine, Rules(NUM_REQUESTS, max_rounds=1)).run())
 
 
 def certified(folder: Path, confirmed: Confirmed) -> Path:
@@ -158,7 +167,7 @@ def test_no_rerun_sends_what_another_has_sent(certificate: Path, run_again: Call
     first, second = (set(host.prompts) for host in hosts)
     assert first and second and not first & second
     logs = [*(certificate.parent / RERUNS).glob("*.json"), *(certificate.parent / "runs").glob("*.json")]
-    arrivals = {(run.stream, run.rate_per_s, run.measured[0].intended_s) for run in map(read_run, logs)}
+    arrivals = {(run.stream, run.rate_per_s, round(run.measured[0].intended_s, 6)) for run in map(read_run, logs)}
     told_apart = {(stream, rate_per_s) for stream, rate_per_s, _ in arrivals}
     assert len(arrivals) == 3 * len(told_apart), "each stream and rate once in the certificate and once in each rerun"
 

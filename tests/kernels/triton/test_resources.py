@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from servekit.kernels import reference_kernels
 from servekit.kernels.triton.resources import Resources
+from servekit.kernels.triton.typical import Sizes, typical_calls
 
 _COMPILE = """
 import json, sys, torch
@@ -41,6 +44,24 @@ def test_no_hot_kernel_spills(capability: int, tmp_path: Path) -> None:
         for kernel in kernels:
             assert kernel.stack_bytes == 0, f"{name}: {kernel} spills registers"
             assert kernel.programs_per_processor >= 1, f"{name}: {kernel} does not fit"
+
+
+def test_what_a_call_must_read_and_write() -> None:
+    """Of three rows, each of a request with 1,024 tokens of context."""
+    calls = typical_calls(reference_kernels(), torch.device("cpu"), Sizes(rows=3, context_tokens=1024))
+    found = {call.name: call.num_bytes for call in calls}
+    queries_and_result, token = 2 * 3 * 32 * 128 * 2, 2 * 8 * 128  # A token's keys and values, in numbers.
+    assert found["silu_and_mul"] == 3 * 3 * 14336 * 2
+    assert found["rope_and_cache"] - found["rope_and_cache fp8"] == 3 * token, "one byte less a number"
+    assert found["decode 128 bf16"] == queries_and_result + 3 * 1024 * token * 2
+    assert found["decode 128 fp8"] == queries_and_result + 3 * 1024 * token
+    assert found["decode 128 bf16 window"] == queries_and_result + 3 * 512 * token * 2
+    assert found["prefill 128 bf16"] == queries_and_result + 1024 * token * 2
+    rows, weights = 2 * 3 * 4096 * 2, 4096 * 4096
+    bits = {name: 8 * (found[f"{name} bf16"] - rows) / weights for name in ("int8 grouped", "int4", "grouped_int4",
+                                                                            "mxfp4", "nvfp4")}
+    assert bits == {"int8 grouped": 9, "int4": 5, "grouped_int4": 4 + 24 / 128, "mxfp4": 4.25, "nvfp4": 4.5}
+    assert found["truncate"] == 2 * found["argmax"] == 2 * 3 * 128256 * 4
 
 
 def test_how_many_programs_fit() -> None:
