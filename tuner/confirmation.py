@@ -4,8 +4,9 @@ Every run starts a fresh process. Runs go in rounds: on the way there each entra
 the opposite order (A-B-B-A), so that a machine that slows down or recovers favours nobody. All runs of one way have the
 same requests, and beside the leading candidate the default is measured at the candidate's rate: the two are a pair.
 
-- A candidate that fails at its rate steps down, in a new round with new arrivals, until it holds or is given up.
-- Only the candidate with the highest rate is measured: once it holds, no other can be better.
+- A candidate that fails at its rate steps down, in a new round with new arrivals, until it holds or is given up; then
+  up again, halfway to where it failed, until the two are a step apart. Steps in one direction become longer.
+- Only the candidate with the highest rate is measured: once it holds there, no other can be better.
 - The default also steps up while it holds. What the winner is compared with must not be too low.
 """
 
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import sqrt
 from pathlib import Path
 from typing import Protocol
 
-from servekit.tuner.executor import EngineFailed
+from servekit.tuner.executor import EngineFailed, RunLength
 from servekit.tuner.judgement import (
     RUNS_PER_RATE,
     Judgement,
@@ -32,6 +34,8 @@ from servekit.tuner.measure import Measurement
 from servekit.tuner.run_log import LoggedRun, read_run
 from servekit.tuner.slo import Slo
 
+_LONGEST_STEP = 0.4
+"""Share of a rate by which a finalist goes down or up at most."""
 STREAM = "confirm"
 """Names of the random streams of a confirmation begin with it, and no others do."""
 
@@ -62,11 +66,11 @@ class Finalist:
 class Rules:
     """How long and how often."""
 
-    num_requests: int
-    """That are judged in each run."""
+    length: RunLength
+    """Of each run, by its rate."""
     step: float = 0.07
-    """By which a rate is lowered where it failed, as a share of it."""
-    max_rounds: int = 5
+    """By which a rate is lowered where it first failed, as a share of it. The next step is twice as long."""
+    max_rounds: int = 8
     max_attempts: int = 2
     """At one run, if its measurement is bad."""
 
@@ -86,24 +90,20 @@ class TimePlan:
     num_runs: int
     """Of the first round, which is the last if everything holds and the default does not."""
     first_round_s: float
-    at_most_s: float
-    """If every candidate fails in every round."""
 
 
 def plan_time(finalists: Sequence[Finalist], rules: Rules, start_s: float, warmup_requests: int,
               drain_s: float) -> TimePlan:
     """How long a confirmation takes when an engine starts in `start_s` and its last answers take `drain_s`."""
     first = entrants([Climb(finalist, rules.step) for finalist in finalists])
-    first_round_s = round_s(first, rules, start_s, warmup_requests, drain_s)
-    growth = 1 / (1 - rules.step)
-    return TimePlan(RUNS_PER_RATE * len(first), first_round_s,
-                    first_round_s * sum(growth ** number for number in range(rules.max_rounds)))
+    return TimePlan(RUNS_PER_RATE * len(first), round_s(first, rules, start_s, warmup_requests, drain_s))
 
 
 def round_s(entered: Sequence[Entrant], rules: Rules, start_s: float, warmup_requests: int, drain_s: float) -> float:
     """How long a round of these takes, in seconds, if nothing fails."""
-    return RUNS_PER_RATE * sum(start_s + (rules.num_requests + warmup_requests) / entrant.rate_per_s + drain_s
-                               for entrant in entered)
+    return RUNS_PER_RATE * sum(
+        start_s + (rules.length.at(entrant.rate_per_s) + warmup_requests) / entrant.rate_per_s + drain_s
+        for entrant in entered)
 
 
 @dataclass
@@ -118,6 +118,8 @@ class Climb:
     """Lowest rate at which it failed."""
     failure: str | None = None
     """Why it is out: its engine failed."""
+    num_rates: int = 0
+    """That it was measured at."""
 
     @property
     def next_per_s(self) -> float | None:
@@ -125,13 +127,20 @@ class Climb:
         if self.failure is not None:
             return None
         if self.held_per_s is None:
-            return self.finalist.rate_per_s if self.failed_per_s is None else self.failed_per_s * (1 - self.step)
-        higher_per_s = self.held_per_s / (1 - self.step)
-        is_bracketed = self.failed_per_s is not None and self.failed_per_s <= higher_per_s * (1 + 1e-9)
-        return None if is_bracketed or self.finalist.role is not Role.default else higher_per_s
+            return self.finalist.rate_per_s if self.failed_per_s is None else self.failed_per_s * (1 - self._stride)
+        if self.failed_per_s is None:
+            return self.held_per_s / (1 - self._stride) if self.finalist.role is Role.default else None
+        is_bracketed = self.failed_per_s * (1 - self.step) <= self.held_per_s * (1 + 1e-9)
+        return None if is_bracketed else sqrt(self.held_per_s * self.failed_per_s)
+
+    @property
+    def _stride(self) -> float:
+        """How far to go on in one direction, as a share of the higher rate."""
+        return min(_LONGEST_STEP, self.step * 2.0 ** (self.num_rates - 1))
 
     def note(self, rate_per_s: float, holds: bool) -> None:
         """What became of a rate."""
+        self.num_rates += 1
         if holds:
             self.held_per_s = max(self.held_per_s or 0.0, rate_per_s)
         else:
@@ -141,8 +150,8 @@ class Climb:
 def leader_of(climbs: Sequence[Climb]) -> Climb | None:
     """The tuned candidate to be measured next: the one whose rate is the highest, if that would be a new best."""
     best_per_s = max((climb.held_per_s or 0.0 for climb in climbs), default=0.0)
-    open_ones = [climb for climb in climbs if climb.finalist.role is Role.tuned and climb.held_per_s is None
-                 and (climb.next_per_s or 0.0) > best_per_s]
+    open_ones = [climb for climb in climbs
+                 if climb.finalist.role is Role.tuned and (climb.next_per_s or 0.0) > best_per_s]
     return max(open_ones, key=lambda climb: climb.next_per_s or 0.0, default=None)
 
 
@@ -289,7 +298,8 @@ class Confirmation:
             self.on_progress(progress)
             try:
                 _, path = self.measurer.measure_at(entrant.finalist.config, entrant.rate_per_s,
-                                                   self.rules.num_requests, stream, cold=True, stops_early=False)
+                                                   self.rules.length.at(entrant.rate_per_s), stream, cold=True,
+                                                   stops_early=False)
             except EngineFailed as failed:
                 climb.failure = f"{failed.ending.value}: {failed}"
                 return None

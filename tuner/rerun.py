@@ -36,15 +36,23 @@ def rerun(certificate: Certificate, folder: Path, say: Callable[[str], object]) 
     require(judgement.winner is not None, "certificate", judgement.winner, "names no winner to measure again",
             "tune again")
     finalists = [_finalist(claim, judgement, folder, name) for name in _names(judgement)]
-    num_requests = min(read_run(folder / run.log).num_requests for run in claim.runs)
-    say(f"measuring again, {num_requests} requests a run, on new arrivals: " +
-        ", ".join(f"{one.name} at {one.rate_per_s:.2f} req/s" for one in finalists))
-    with _executor(claim, folder, finalists[0].config, num_requests) as executor:
-        found = Confirmation(claim.objective, finalists, executor, Rules(num_requests, max_rounds=1),
+    length = _length(claim, finalists[0], folder)
+    say("measuring again, on new arrivals: " + ", ".join(
+        f"{one.name}, {length.at(one.rate_per_s)} requests at {one.rate_per_s:.2f} req/s" for one in finalists))
+    with _executor(claim, folder, finalists[0].config, length) as executor:
+        found = Confirmation(claim.objective, finalists, executor, Rules(length, max_rounds=1),
                              lambda progress: _show(progress, say)).run()
     for name, why in found.failures.items():
         say(f"  {name}: {why}")
     return found.judgement.find(finalists[0].name).confirmed_per_s is not None
+
+
+def _length(claim: Claim, winner: Finalist, folder: Path) -> RunLength:
+    """As many requests as in any run of the certificate at least, and as long as the winner's."""
+    runs = {run.log: read_run(folder / run.log) for run in claim.runs}
+    winners = (runs[run.log] for run in claim.runs if run.finalist == winner.name)
+    return RunLength(min(run.num_requests for run in runs.values()),
+                     min(run.num_requests / run.rate_per_s for run in winners), claim.load.plan.available)
 
 
 def _names(judgement: Judgement) -> list[str]:
@@ -69,14 +77,14 @@ def _finalist(claim: Claim, judgement: Judgement, folder: Path, name: str) -> Fi
 
 
 @contextmanager
-def _executor(claim: Claim, folder: Path, config: Configuration, num_requests: int) -> Iterator[TrialExecutor]:
+def _executor(claim: Claim, folder: Path, config: Configuration, length: RunLength) -> Iterator[TrialExecutor]:
     """Over fresh engines. A seed that no rerun had before gives requests that nobody has seen."""
     assert isinstance(config, Config)
     logs = folder / RERUNS
     plan = replace(claim.load.plan, seed=claim.load.seed + 1 + sum(1 for _ in logs.glob("*.json")))
     host = engine_for(config)
     budget = Budget()
-    executor = TrialExecutor(host, claim.objective, plan, RunLength(num_requests, 0.0, plan.available), logs,
+    executor = TrialExecutor(host, claim.objective, plan, length, logs,
                              Tolerance(budget.max_busy_share, budget.max_slowdown))
     try:
         yield executor

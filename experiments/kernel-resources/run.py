@@ -56,6 +56,11 @@ class Finding:
     kernels: tuple[Resources, ...]
 
     @property
+    def tightest(self) -> Resources:
+        """The kernel of which the fewest warps fit on a processor."""
+        return min(self.kernels, key=lambda kernel: kernel.occupancy)
+
+    @property
     def spills(self) -> bool:
         return any(kernel.stack_bytes for kernel in self.kernels)
 
@@ -87,7 +92,12 @@ def examine(call: TypicalCall, capability: int) -> Iterator[Finding]:
     for index, config in enumerate(configs):
         with nullcontext() if tuned is None or config is None else only(tuned, config):
             kernels = tuple(compile_for(capability, call.run))
-        yield Finding(call.name, call.num_bytes, call.is_hot, capability, str(config or ""), index == 0, kernels)
+        yield Finding(call.name, call.num_bytes, call.is_hot, capability, describe_config(config), index == 0, kernels)
+
+
+def describe_config(config: triton.Config | None) -> str:
+    """Tile sizes, warps, stages; empty for a kernel that has one configuration."""
+    return ", ".join(f"{name}: {value}" for name, value in config.all_kwargs().items()) if config is not None else ""
 
 
 @contextmanager
@@ -101,7 +111,7 @@ def only(tuned: Tuned, config: triton.Config) -> Iterator[None]:
 
 
 def describe(found: list[Finding]) -> str:
-    first, spilling = found[0].kernels[0], sum(finding.spills for finding in found)
+    first, spilling = found[0].tightest, sum(finding.spills for finding in found)
     return (f"{found[0].num_bytes:,} B, {first.registers} registers, {first.shared_bytes} B shared, occupancy "
             f"{first.occupancy:.2f}; {spilling} of {len(found)} configurations spill")
 
@@ -120,7 +130,7 @@ def table(findings: list[Finding]) -> Iterator[str]:
 def cell(found: list[Finding]) -> str:
     if not found:
         return "–"
-    first, spilling = found[0].kernels[0], sum(finding.spills for finding in found)
+    first, spilling = found[0].tightest, sum(finding.spills for finding in found)
     return f"{first.registers} registers, {100 * first.occupancy:.0f} %" + (
         f"; {spilling} of {len(found)} spill" if spilling else "")
 

@@ -17,6 +17,7 @@ from servekit.config.errors import ConfigError
 from servekit.config.resolve import config_hash
 from servekit.tuner.confirmation import Confirmation, Finalist, Rules
 from servekit.tuner.emission import TunedFor, hash_of_layer, layer_of, results_of, tuned_yaml
+from servekit.tuner.executor import RunLength
 from servekit.tuner.judgement import Role
 from tuner_runs import SLO, FakeEngine, config_with
 
@@ -104,7 +105,7 @@ def test_results_name_the_rate_the_bounds_and_the_default(tmp_path: Path) -> Non
     finalists = (Finalist("trial 1", Role.tuned, config_with(16), 6.0),
                  Finalist("default", Role.default, config_with(8), 2.5))
     engine = FakeEngine(tmp_path, lambda config: 10.0 if config.scheduler.max_num_seqs == 16 else 5.0)
-    judgement = Confirmation(SLO, finalists, engine, Rules(100, max_rounds=1)).run().judgement
+    judgement = Confirmation(SLO, finalists, engine, Rules(RunLength(100, 0.0), max_rounds=1)).run().judgement
     lines = results_of(judgement)
     assert lines[0] == "confirmed: 6 requests per second"
     assert lines[1].startswith("ttft.p95: ") and "95 % confidence" in lines[1]

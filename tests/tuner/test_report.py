@@ -18,6 +18,7 @@ from servekit.config.resolve import config_hash
 from servekit.tuner.attack import AttackLog, End, Phase, Sent
 from servekit.tuner.certificate import Circumstances, certify
 from servekit.tuner.confirmation import Confirmation, Confirmed, Finalist, Rules, roles_of
+from servekit.tuner.executor import RunLength
 from servekit.tuner.importance import FEWEST_TRIALS, knob_importance
 from servekit.tuner.judgement import Role, judge
 from servekit.tuner.report import LEVELS, Findings, report_data, write_report
@@ -70,7 +71,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
                  Finalist("rule of thumb", Role.rule_of_thumb, compose_serve([*BASE, f"{SEQS}=64"]).config, 4.0))
     capacity = {16: 10.0, 64: 7.0}
     engine = FakeEngine(folder, lambda config: capacity.get(config.scheduler.max_num_seqs, 5.0))
-    confirmed = Confirmation(SLO, finalists, engine, Rules(120, max_rounds=3)).run()
+    confirmed = Confirmation(SLO, finalists, engine, Rules(RunLength(120, 0.0), max_rounds=3)).run()
     attack = AttackLog(config_hash(TUNED_CONFIG), 10, 64, False,
                        [Phase("after it", 0.1, [Sent(1, 1, End.answered)], 1, 9, 4, 0)], 300 * 2**20, None)
     attack.write(folder / "attack.json")

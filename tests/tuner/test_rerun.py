@@ -21,7 +21,7 @@ from servekit.sim.fitted import TimedStep
 from servekit.tuner import executor, rerun
 from servekit.tuner.certificate import NAME, RERUN, Circumstances, ExitCode, certify, main, verify
 from servekit.tuner.confirmation import Confirmation, Confirmed, Finalist, Rules
-from servekit.tuner.executor import Description, EngineFailed, Warm
+from servekit.tuner.executor import Description, EngineFailed, RunLength, Warm
 from servekit.tuner.judgement import Role
 from servekit.tuner.launch import Configuration
 from servekit.tuner.rerun import RERUNS
@@ -34,6 +34,7 @@ LIMIT_S = 200.0
 SLO = parse_slo({"ttft": {"p90": "200s"}, "tpot": {"p90": "100s"}})
 TUNED, DEFAULT = config_with(16), config_with(8)
 NUM_REQUESTS, RATE_PER_S = 12, 400.0
+RULES = Rules(RunLength(NUM_REQUESTS, 0.0), max_rounds=1)
 
 
 @dataclass
@@ -94,7 +95,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certified")
     finalists = (Finalist("trial 3", Role.tuned, TUNED, RATE_PER_S), Finalist("default", Role.default, DEFAULT, 50.0))
     engine = FakeEngine(folder, lambda config: 1e4 if config == TUNED else 0.01, slo=SLO)
-    return certified(folder, Confirmation(SLO, finalists, engine, Rules(NUM_REQUESTS, max_rounds=1)).run())
+    return certified(folder, Confirmation(SLO, finalists, engine, RULES).run())
 
 
 def certified(folder: Path, confirmed: Confirmed) -> Path:
@@ -138,7 +139,8 @@ def test_who_wins_is_measured_again_beside_the_default(certificate: Path, run_ag
     status, said = run_again(host)
     assert status == ExitCode.ok, said
     assert said.endswith("the winner holds the objective again")
-    assert f"{NUM_REQUESTS} requests a run, on new arrivals: trial 3 at 400.00 req/s, default at 50.00 req/s" in said
+    assert (f"on new arrivals: trial 3, {NUM_REQUESTS} requests at 400.00 req/s, "
+            f"default, {NUM_REQUESTS} requests at 50.00 req/s") in said
     assert "trial 3 at 400.00 req/s: holds" in said and "default at 50.00 req/s: fails" in said
     assert host.started[0] == host.started[-1] == TUNED and DEFAULT in host.started
     assert verify(certificate).problems == [], "the new logs lie beside it, and nothing of it has changed"
@@ -186,6 +188,6 @@ def test_where_nothing_won_there_is_nothing_to_measure(tmp_path: Path) -> None:
     folder.mkdir()
     engine = FakeEngine(folder, lambda config: 0.01, slo=SLO)
     finalists = [Finalist("default", Role.default, DEFAULT, RATE_PER_S)]
-    lost = Confirmation(SLO, finalists, engine, Rules(NUM_REQUESTS, max_rounds=1)).run()
+    lost = Confirmation(SLO, finalists, engine, RULES).run()
     with pytest.raises(ConfigError, match="names no winner to measure again; tune again"):
         main([str(certified(folder, lost)), RERUN], lambda line: None)
