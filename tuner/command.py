@@ -255,7 +255,9 @@ def _search_at_random(settings: Settings, executor: TrialExecutor, study: Tuning
         return None
     wanted_s = _device_s(study.trials)
     console.print(f"\nrandom search for as long as the search took, {wanted_s / 60:.1f} min", highlight=False)
-    options = replace(settings.study, sampler=SamplerKind.random, name=f"{settings.study.name}-random")
+    # With a seed of its own: with the study's, it would draw what the study began with.
+    options = replace(settings.study, sampler=SamplerKind.random, name=f"{settings.study.name}-random",
+                      seed=settings.study.seed + 1)
     with open_study(settings.folder / RANDOM, options, identity, space, settings.slo.names,
                     settings.assemble) as drawn:
         executor.begin(start_per_s, drawn.trials)

@@ -6,7 +6,8 @@ same requests, and beside the leading candidate the default is measured at the c
 
 - A candidate that fails at its rate steps down, in a new round with new arrivals, until it holds or is given up; then
   up again, halfway to where it failed, until the two are a step apart. Steps in one direction become longer.
-- Only the candidate with the highest rate is measured: once it holds there, no other can be better.
+- Only the candidate with the highest rate is measured: once it holds there, no other can be better. Until one has held,
+  or is down where the default is, nobody else is measured at a rate of their own: what matters most comes first.
 - The default also steps up while it holds. What the winner is compared with must not be too low.
 """
 
@@ -88,15 +89,21 @@ class TimePlan:
     """What a confirmation will take, in seconds."""
 
     num_runs: int
-    """Of the first round, which is the last if everything holds and the default does not."""
-    first_round_s: float
+    """If every finalist holds at its rate, and the default does not at the leader's."""
+    least_s: float
+    """For these."""
 
 
 def plan_time(finalists: Sequence[Finalist], rules: Rules, start_s: float, warmup_requests: int,
               drain_s: float) -> TimePlan:
     """How long a confirmation takes when an engine starts in `start_s` and its last answers take `drain_s`."""
-    first = entrants([Climb(finalist, rules.step) for finalist in finalists])
-    return TimePlan(RUNS_PER_RATE * len(first), round_s(first, rules, start_s, warmup_requests, drain_s))
+    climbs = [Climb(finalist, rules.step) for finalist in finalists]
+    pair = entrants(climbs)
+    if (leader := leader_of(climbs)) is not None:
+        leader.note(leader.finalist.rate_per_s, True)
+    rounds = [pair] if leader is None else [pair, entrants(climbs)]
+    return TimePlan(sum(RUNS_PER_RATE * len(entered) for entered in rounds),
+                    sum(round_s(entered, rules, start_s, warmup_requests, drain_s) for entered in rounds))
 
 
 def round_s(entered: Sequence[Entrant], rules: Rules, start_s: float, warmup_requests: int, drain_s: float) -> float:
@@ -118,16 +125,19 @@ class Climb:
     """Lowest rate at which it failed."""
     failure: str | None = None
     """Why it is out: its engine failed."""
-    num_rates: int = 0
-    """That it was measured at."""
+    num_steps: int = 0
+    """That it has gone, the first measurement at its own rate included."""
 
     @property
     def next_per_s(self) -> float | None:
         """The rate to be measured next; None: nothing more is to be known."""
         if self.failure is not None:
             return None
+        own_per_s = self.finalist.rate_per_s
         if self.held_per_s is None:
-            return self.finalist.rate_per_s if self.failed_per_s is None else self.failed_per_s * (1 - self._stride)
+            if self.failed_per_s is None or self.failed_per_s > own_per_s:
+                return own_per_s
+            return self.failed_per_s * (1 - self._stride)
         if self.failed_per_s is None:
             return self.held_per_s / (1 - self._stride) if self.finalist.role is Role.default else None
         is_bracketed = self.failed_per_s * (1 - self.step) <= self.held_per_s * (1 + 1e-9)
@@ -136,11 +146,11 @@ class Climb:
     @property
     def _stride(self) -> float:
         """How far to go on in one direction, as a share of the higher rate."""
-        return min(_LONGEST_STEP, self.step * 2.0 ** (self.num_rates - 1))
+        return min(_LONGEST_STEP, self.step * 2.0 ** (self.num_steps - 1))
 
     def note(self, rate_per_s: float, holds: bool) -> None:
         """What became of a rate."""
-        self.num_rates += 1
+        self.num_steps += holds or rate_per_s <= self.finalist.rate_per_s
         if holds:
             self.held_per_s = max(self.held_per_s or 0.0, rate_per_s)
         else:
@@ -159,6 +169,8 @@ def entrants(climbs: Sequence[Climb]) -> list[Entrant]:
     """Who is measured in the next round, in order: the leader, the default beside it, then those of other roles."""
     leader = leader_of(climbs)
     found = [] if leader is None else list(_pair(leader, climbs))
+    if leader is not None and not any(climb.held_per_s for climb in climbs) and _is_ahead(leader, climbs):
+        return found
     for climb in climbs:
         rate_per_s = climb.next_per_s
         is_there = any(entrant.finalist is climb.finalist and rate_per_s is not None
@@ -166,6 +178,12 @@ def entrants(climbs: Sequence[Climb]) -> list[Entrant]:
         if climb.finalist.role is not Role.tuned and rate_per_s is not None and not is_there:
             found.append(Entrant(climb.finalist, rate_per_s))
     return found
+
+
+def _is_ahead(leader: Climb, climbs: Sequence[Climb]) -> bool:
+    """Whether a candidate is to be measured at a higher rate than any default."""
+    return all((leader.next_per_s or 0.0) > (climb.next_per_s or 0.0)
+               for climb in climbs if climb.finalist.role is Role.default)
 
 
 def _pair(leader: Climb, climbs: Sequence[Climb]) -> Iterator[Entrant]:
@@ -266,6 +284,8 @@ class Confirmation:
         total = RUNS_PER_RATE * len(entered)
         measured: list[tuple[Entrant, list[LoggedRun]]] = []
         for place, entrant in enumerate(entered, 1):
+            if self._is_beside_a_failure(entrant, measured):
+                continue
             first = self._measure(entrant, there, Progress(number, place, total, entrant, there, None))
             measured.append((entrant, [] if first is None else [first]))
         for place, (entrant, runs) in enumerate(reversed(measured), len(entered) + 1):
@@ -274,6 +294,14 @@ class Confirmation:
                 runs += [] if second is None else [second]
         for entrant, runs in measured:
             self._note(entrant, runs)
+
+    def _is_beside_a_failure(self, entrant: Entrant, measured: Sequence[tuple[Entrant, Sequence[LoggedRun]]]) -> bool:
+        """Whether the default is to be measured at the rate of a leader that has just failed there."""
+        if not measured or entrant.finalist.role is not Role.default:
+            return False
+        leader, runs = measured[0]
+        return (leader.finalist.role is Role.tuned and entrant.rate_per_s == leader.rate_per_s
+                and not (runs and holds(self.slo, runs)))
 
     def _goes_back(self, entrant: Entrant, first: LoggedRun,
                    measured: Sequence[tuple[Entrant, Sequence[LoggedRun]]]) -> bool:

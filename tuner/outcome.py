@@ -160,9 +160,9 @@ def _confirm(settings: Settings, executor: TrialExecutor, finalists: Sequence[Fi
     start_s, warmup_requests = max(_ENGINE_START_S, executor.longest_start_s), settings.budget.warmup_requests
     plan = plan_time(finalists, rules, start_s, warmup_requests, _ENGINE_START_S)
     console.print(f"\nconfirmation: {', '.join(finalist.name for finalist in finalists)}, {plan.num_runs} runs of "
-                  f"{length.num_requests} requests or {length.min_s:g} s, each in a fresh process, about "
-                  f"{plan.first_round_s / 60:.1f} min, on arrivals that the search never used",
-                  highlight=False, soft_wrap=True)
+                  f"{length.num_requests} requests or {length.min_s:g} s at least, each in a fresh process, about "
+                  f"{plan.least_s / 60:.1f} min, more if a candidate fails at first, on arrivals that the search never "
+                  "used", highlight=False, soft_wrap=True)
 
     def may_begin_round(entered: Sequence[Entrant]) -> bool:
         return left_s() > round_s(entered, rules, start_s, warmup_requests, _ENGINE_START_S)

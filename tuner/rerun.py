@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from servekit.config.errors import ConfigError, require
 from servekit.config.schema import Config
 from servekit.tuner.certificate import Certificate, Claim
-from servekit.tuner.confirmation import Confirmation, Finalist, Progress, Rules
+from servekit.tuner.confirmation import Confirmation, Entrant, Finalist, Progress, Rules
 from servekit.tuner.executor import RunLength, TrialExecutor
 from servekit.tuner.judgement import Judgement, Role
 from servekit.tuner.launch import Configuration, read_configuration
@@ -40,8 +40,8 @@ def rerun(certificate: Certificate, folder: Path, say: Callable[[str], object]) 
     say("measuring again, on new arrivals: " + ", ".join(
         f"{one.name}, {length.at(one.rate_per_s)} requests at {one.rate_per_s:.2f} req/s" for one in finalists))
     with _executor(claim, folder, finalists[0].config, length) as executor:
-        found = Confirmation(claim.objective, finalists, executor, Rules(length, max_rounds=1),
-                             lambda progress: _show(progress, say)).run()
+        found = Confirmation(claim.objective, finalists, executor, Rules(length, max_rounds=2),
+                             lambda progress: _show(progress, say), _is_of_the_default).run()
     for name, why in found.failures.items():
         say(f"  {name}: {why}")
     return found.judgement.find(finalists[0].name).confirmed_per_s is not None
@@ -90,6 +90,11 @@ def _executor(claim: Claim, folder: Path, config: Configuration, length: RunLeng
         yield executor
     finally:
         executor.close()
+
+
+def _is_of_the_default(entered: Sequence[Entrant]) -> bool:
+    """The second round: a winner that has failed is not tried at a lower rate."""
+    return all(entrant.finalist.role is Role.default for entrant in entered)
 
 
 def _show(progress: Progress, say: Callable[[str], object]) -> None:

@@ -2,13 +2,14 @@
 
     nohup python experiments/tuning/device.py folder=/tmp/tuning > device.log 2>&1 &
 
-    folder=FOLDER        where the studies and their raw logs go; a study that is there goes on
+    folder=FOLDER        where the studies and their raw logs go; a study that is there goes on, and one that has
+                         its certificate is read
     out=FILE             what is found; device.json beside this script if not given
     only=PART,PART       of trials and compare; what the file says of the others stays
     configurations=12    of the part trials: drawn at random, each measured hot and cold
     minutes=20           budget of each `servekit tune`; its random search takes as long as its search again
     tune="KEY=VALUE …"   more words for every tuning file, such as a model that is already on the disk
-    chat="…" code="…" rag="…"   more words for one of them, such as an objective that suits the machine
+    smooth="…" chat="…" code="…"   more words for one of them, such as an objective that suits the machine
 
 Part trials: hot against cold trials per hour, and how well the simulator predicts each configuration from the steps of
 the others. Part compare: tuned against default, rule of thumb and random search in equal time, as the certificates of
@@ -56,7 +57,7 @@ from servekit.tuner.study import Origin, SamplerKind, StudyOptions, TuningStudy
 from servekit.tuner.subject import OwnEngine
 from servekit.tuner.trial import Candidate, Ending, Outcome
 
-OBJECTIVES = ("chat", "code", "rag")
+OBJECTIVES = ("smooth", "chat", "code")
 TRIALS, COMPARE = "trials", "compare"
 ROLES = ("default", "rule_of_thumb", "random", "tuned")
 COLOURS = {"default": "#8a93a3", "rule_of_thumb": "#c2c8d0", "random": "#e08b3e", "tuned": "#1d3557"}
@@ -97,6 +98,8 @@ class Bench:
     engine: OwnEngine
     executor: TrialExecutor
     baseline: Baseline
+    start_per_s: float
+    """Where the search for a rate begins as long as nothing has held."""
 
     @classmethod
     def of(cls, settings: Settings) -> Bench:
@@ -112,8 +115,8 @@ class Bench:
         except BaseException:
             executor.close()
             raise
-        executor.start_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
-        return cls(settings, seen, OwnEngine(settings, settings.base, host), executor, baseline)
+        return cls(settings, seen, OwnEngine(settings, settings.base, host), executor, baseline,
+                   settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s)
 
     def candidates(self, count: int) -> list[Candidate]:
         """The base configuration and random others, all different."""
@@ -127,7 +130,7 @@ class Bench:
     def trial(self, candidate: Candidate, warm: Warm, incumbent_per_s: float) -> MeasuredTrial:
         """One trial, repeated once if it is disturbed. In equal trials equal requests are sent."""
         self.engine.host.is_live = warm is Warm.hot
-        self.executor.incumbent_per_s = incumbent_per_s
+        self.executor.start_per_s, self.executor.incumbent_per_s = self.start_per_s, incumbent_per_s
         search = self.executor.rate_search()
         outcome = self.executor.run(candidate)
         if outcome.ending is Ending.invalid:
@@ -206,11 +209,12 @@ def compared(objective: str, folder: Path, minutes: float) -> dict[str, Any]:
     """What the certificate of one objective says."""
     words = [f"budget.minutes={minutes:g}", f"folder={folder / objective}", "compare=[rule_of_thumb,random]",
              *words_for(objective)]
-    progress(f"servekit tune {shlex.join([objective, *words])}")
-    status = subprocess.run([sys.executable, "-m", "servekit", "tune", objective, *words], check=False).returncode
-    if status not in (ExitCode.ok, ExitCode.nothing_holds):
-        raise SystemExit(f"servekit tune {objective} ended with status {status}")
     path = folder / objective / CERTIFICATE
+    if not path.exists():
+        progress(f"servekit tune {shlex.join([objective, *words])}")
+        status = subprocess.run([sys.executable, "-m", "servekit", "tune", objective, *words], check=False).returncode
+        if status not in (ExitCode.ok, ExitCode.nothing_holds):
+            raise SystemExit(f"servekit tune {objective} ended with status {status}")
     if not path.exists():
         return {"words": words, "finalists": [], "winner": None}
     judgement = read_certificate(path).judgement

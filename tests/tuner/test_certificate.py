@@ -75,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     finalists = (Finalist("trial 3", Role.tuned, config, 6.0, (FOUND,)),
                  Finalist("default", Role.default, compose_serve(BASE).config, 2.5))
     engine = FakeEngine(folder, lambda found: 10.0 if found == config else 5.0)
-    confirmed = Confirmation(SLO, finalists, engine, Rules(RunLength(40, 0.0), max_rounds=1)).run()
+    confirmed = Confirmation(SLO, finalists, engine, Rules(RunLength(40, 0.0), max_rounds=2)).run()
     attack = AttackLog(config_hash(config), 10, 64, False, [
         Phase("full batch", 0.5, [Sent(10, 8, End.answered)] * 3, 3, 10, 2, 0),
         Phase("after it", 0.1, [Sent(1, 1, End.answered)], 1, 1, 0, 0)], 123_456_789, None)

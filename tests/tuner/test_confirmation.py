@@ -52,10 +52,10 @@ def confirm(engine: FakeEngine, *finalists: Finalist, rules: Rules = RULES,
 
 def test_there_and_back_on_the_same_requests_with_the_default_beside_the_leader(tmp_path: Path) -> None:
     engine = FakeEngine(tmp_path, capacity)
-    confirmed = confirm(engine, BEST, DEFAULT, rules=Rules(LENGTH, max_rounds=1))
+    confirmed = confirm(engine, BEST, DEFAULT, rules=Rules(LENGTH, max_rounds=2))
     assert [(seqs, rate) for seqs, rate, _ in engine.calls] == [
-        (16, 6.0), (8, 6.0), (8, 2.5), (8, 2.5), (8, 6.0), (16, 6.0)]
-    assert [stream for *_, stream in engine.calls] == ["confirm 1"] * 3 + ["confirm 2"] * 3
+        (16, 6.0), (8, 6.0), (8, 6.0), (16, 6.0), (8, 2.5), (8, 2.5)]
+    assert [stream[-1] for *_, stream in engine.calls] == ["1", "1", "2", "2", "3", "4"]
     judgement = confirmed.judgement
     assert judgement.winner == "trial 5"
     assert judgement.find("trial 5").confirmed_per_s == 6.0
@@ -127,7 +127,7 @@ def test_a_run_lasts_as_long_as_its_own_rate_needs(tmp_path: Path) -> None:
             counts[rate_per_s] = num_requests
             return super().measure_at(config, rate_per_s, num_requests, stream, cold=cold, stops_early=stops_early)
 
-    confirm(Counting(tmp_path, capacity), BEST, DEFAULT, rules=Rules(RunLength(100, 20.0), max_rounds=1))
+    confirm(Counting(tmp_path, capacity), BEST, DEFAULT, rules=Rules(RunLength(100, 20.0), max_rounds=2))
     assert counts == {6.0: 120, 2.5: 100}
 
 
@@ -161,8 +161,16 @@ def test_nothing_holds(tmp_path: Path) -> None:
     engine = FakeEngine(tmp_path, lambda config: 0.1)
     judgement = confirm(engine, BEST, DEFAULT, rules=Rules(LENGTH, max_rounds=2)).judgement
     assert judgement.winner is None and judgement.ratio is None
-    worst = judgement.find("default").rates[0]
+    assert [found.rate_per_s for found in judgement.find("trial 5").rates] == pytest.approx([6.0 * 0.93, 6.0])
+    assert judgement.find("default").rates == (), "there is nothing to compare it with"
+    worst = judgement.find("trial 5").rates[0]
     assert not worst.holds and worst.promises[0].is_disproven and worst.promises[1].is_proven
+
+
+def test_the_default_wins_where_no_candidate_holds_more(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, lambda config: 5.0 if config.scheduler.max_num_seqs == 8 else 0.1)
+    judgement = confirm(engine, BEST, DEFAULT).judgement
+    assert judgement.winner == "default"
 
 
 def test_an_engine_that_dies_is_out_and_the_others_go_on(tmp_path: Path) -> None:
@@ -203,21 +211,21 @@ def test_who_does_not_survive_the_attack_cannot_win(tmp_path: Path) -> None:
     assert judgement.winner == "default" and judgement.find("trial 5").survives_attack is False
 
 
-def test_the_plan_of_time_covers_the_first_round(tmp_path: Path) -> None:
+def test_the_plan_of_time_covers_what_is_measured_if_all_goes_well(tmp_path: Path) -> None:
     finalists = (BEST, DEFAULT, finalist("thumb", 64, 3.0, Role.rule_of_thumb))
     plan = plan_time(finalists, RULES, start_s=5.0, warmup_requests=PLAN.warmup_requests, drain_s=1.0)
     engine = FakeEngine(tmp_path, capacity)
-    confirm(engine, *finalists, rules=Rules(LENGTH, max_rounds=1))
+    confirm(engine, *finalists, rules=Rules(LENGTH, max_rounds=2))
     assert plan.num_runs == len(engine.calls) == 8
     one_way_s = 152 / 6.0 * 2 + 152 / 2.5 + 152 / 3.0 + 4 * 6.0
-    assert plan.first_round_s == pytest.approx(2 * one_way_s)
+    assert plan.least_s == pytest.approx(2 * one_way_s)
 
 
 def test_progress_counts_the_runs_and_tells_how_they_ended(tmp_path: Path) -> None:
     seen = list[Progress]()
-    confirm(FakeEngine(tmp_path, capacity), BEST, DEFAULT, rules=Rules(LENGTH, max_rounds=1), on_progress=seen.append)
-    assert [(told.run, told.num_runs, told.holds) for told in seen if told.holds is not None] == [
-        (1, 6, True), (2, 6, False), (3, 6, True), (4, 6, True), (5, 6, False), (6, 6, True)]
+    confirm(FakeEngine(tmp_path, capacity), BEST, DEFAULT, rules=Rules(LENGTH, max_rounds=2), on_progress=seen.append)
+    assert [(told.round, told.run, told.num_runs, told.holds) for told in seen if told.holds is not None] == [
+        (1, 1, 4, True), (1, 2, 4, False), (1, 3, 4, False), (1, 4, 4, True), (2, 1, 2, True), (2, 2, 2, True)]
 
 
 def test_no_new_round_begins_without_time(tmp_path: Path) -> None:
@@ -231,8 +239,7 @@ def test_no_new_round_begins_without_time(tmp_path: Path) -> None:
     confirmation = Confirmation(SLO, (BEST, DEFAULT), engine, RULES, may_begin_round=may_begin_round)
     assert confirmation.run().is_out_of_time
     assert {stream for *_, stream in engine.calls} == {"confirm 1", "confirm 2"}
-    halfway_per_s = (2.5 * 6.0) ** 0.5
-    assert asked == [pytest.approx(2 * (6.0 + 152 / halfway_per_s))], "only the default would be measured"
+    assert asked == [pytest.approx(2 * (6.0 + 152 / 2.5))], "only the default would be measured"
 
 
 def test_names_tell_finalists_apart(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_results_name_the_rate_the_bounds_and_the_default(tmp_path: Path) -> Non
     finalists = (Finalist("trial 1", Role.tuned, config_with(16), 6.0),
                  Finalist("default", Role.default, config_with(8), 2.5))
     engine = FakeEngine(tmp_path, lambda config: 10.0 if config.scheduler.max_num_seqs == 16 else 5.0)
-    judgement = Confirmation(SLO, finalists, engine, Rules(RunLength(100, 0.0), max_rounds=1)).run().judgement
+    judgement = Confirmation(SLO, finalists, engine, Rules(RunLength(100, 0.0), max_rounds=2)).run().judgement
     lines = results_of(judgement)
     assert lines[0] == "confirmed: 6 requests per second"
     assert lines[1].startswith("ttft.p95: ") and "95 % confidence" in lines[1]

@@ -47,6 +47,8 @@ class MadeUp:
     began: list[tuple[float, int]] = field(default_factory=list)
     """Where a study began, and how many trials it had."""
     measured: list[int] = field(default_factory=list)
+    searched: list[int] = field(default_factory=list)
+    """What the search had measured."""
 
     def begin(self, start_per_s: float, trials: Iterable[Trial]) -> None:
         self.began.append((start_per_s, len(list(trials))))
@@ -84,7 +86,7 @@ def searched(tuning: Settings, executor: MadeUp) -> Iterator[TuningStudy]:
         study.enqueue(tuning.base, Origin.base)
         while len(executor.measured) < SEARCHED and (candidate := study.ask()) is not None:
             study.tell(candidate, executor.run(candidate))
-        executor.measured.clear()
+        executor.searched, executor.measured = executor.measured, []
         yield study
 
 
@@ -99,6 +101,8 @@ def test_it_takes_as_long_as_the_search_and_its_best_is_a_finalist(tmp_path: Pat
         found = at_random(tuning, executor, study)
         assert study.trials == known, "it has a study of its own"
     assert len(executor.measured) == SEARCHED and len(set(executor.measured)) == SEARCHED
+    assert executor.measured[1:] != executor.searched[1:], "the search began at random too, after the default"
+    assert executor.measured[:3] != executor.searched[1:]
     assert executor.began == [(3.0, 0)], "it knows nothing of what the search has found"
     assert found is not None and (found.name, found.role) == ("random", Role.random)
     best = max(seqs for seqs in executor.measured if seqs <= executor.most_seqs)
