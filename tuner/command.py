@@ -25,7 +25,7 @@ from servekit.tuner.adviser import Adviser
 from servekit.tuner.baseline import START_SHARE, look_at_base, refuse_impossible
 from servekit.tuner.confirmation import Finalist
 from servekit.tuner.default_space import Facts
-from servekit.tuner.display import print_advice, print_plan, print_trial, shown_values
+from servekit.tuner.display import PlannedRuns, print_advice, print_plan, print_trial, shown_values
 from servekit.tuner.executor import Description, EngineFailed, RunLength, TrialExecutor, Warm
 from servekit.tuner.grammar import parse_space
 from servekit.tuner.hot_audit import HotAudit, Repeat, changed_knobs
@@ -87,12 +87,14 @@ def _tune(settings: Settings, subject: Subject, executor: TrialExecutor, console
     space = subject.space(baseline.description)
     audit = HotAudit(space, settings.study.seed)
     subject.heed(audit)
-    executor.allowance = settings.allowance
+    num_requests = executor.length.at(0.0)
+    executor.allowance = settings.allowance(num_requests)
     start_per_s = settings.start_rate_per_s or START_SHARE * baseline.capacity_per_s
     identity = _identity(settings, subject, space, baseline.description)
     with open_study(settings.folder, settings.study, identity, space, settings.slo.names, settings.assemble) as study:
         _record(settings)
-        print_plan(settings, space, baseline, start_per_s, len(study.trials), console)
+        print_plan(settings, space, baseline, PlannedRuns(num_requests, start_per_s, executor.allowance),
+                   len(study.trials), console)
         study.bury_the_dead()
         _enqueue_known(settings, study)
         clock = Clock(started_s, settings.budget.minutes * 60)

@@ -2,7 +2,8 @@
 
 Every run starts a fresh process. Runs go in rounds: on the way there each entrant is measured once, on the way back in
 the opposite order (A-B-B-A), so that a machine that slows down or recovers favours nobody. All runs of one way have the
-same requests, and beside the leading candidate the default is measured at the candidate's rate: the two are a pair.
+same requests, and beside the leading candidate, unless it has just failed, the default is measured at the candidate's
+rate: the two are a pair.
 
 - A candidate that fails at its rate steps down, in a new round with new arrivals, until it holds or is given up; then
   up again, halfway to where it failed, until the two are a step apart. Steps in one direction become longer.
@@ -98,12 +99,13 @@ def plan_time(finalists: Sequence[Finalist], rules: Rules, start_s: float, warmu
               drain_s: float) -> TimePlan:
     """How long a confirmation takes when an engine starts in `start_s` and its last answers take `drain_s`."""
     climbs = [Climb(finalist, rules.step) for finalist in finalists]
-    pair = entrants(climbs)
-    if (leader := leader_of(climbs)) is not None:
-        leader.note(leader.finalist.rate_per_s, True)
-    rounds = [pair] if leader is None else [pair, entrants(climbs)]
-    return TimePlan(sum(RUNS_PER_RATE * len(entered) for entered in rounds),
-                    sum(round_s(entered, rules, start_s, warmup_requests, drain_s) for entered in rounds))
+    first = entrants(climbs)
+    for entrant in first:
+        climb = next(climb for climb in climbs if climb.finalist is entrant.finalist)
+        climb.note(entrant.rate_per_s, is_same_rate(entrant.rate_per_s, climb.finalist.rate_per_s))
+    second = [entrant for entrant in entrants(climbs) if entrant.rate_per_s == entrant.finalist.rate_per_s]
+    return TimePlan(RUNS_PER_RATE * len(first + second),
+                    sum(round_s(entered, rules, start_s, warmup_requests, drain_s) for entered in (first, second)))
 
 
 def round_s(entered: Sequence[Entrant], rules: Rules, start_s: float, warmup_requests: int, drain_s: float) -> float:
@@ -296,11 +298,13 @@ class Confirmation:
             self._note(entrant, runs)
 
     def _is_beside_a_failure(self, entrant: Entrant, measured: Sequence[tuple[Entrant, Sequence[LoggedRun]]]) -> bool:
-        """Whether the default is to be measured at the rate of a leader that has just failed there."""
+        """Whether the default is there only for the sake of a leader that has just failed at this rate."""
         if not measured or entrant.finalist.role is not Role.default:
             return False
         leader, runs = measured[0]
-        return (leader.finalist.role is Role.tuned and entrant.rate_per_s == leader.rate_per_s
+        own_per_s = self._climb(entrant).next_per_s
+        is_its_own = own_per_s is not None and is_same_rate(entrant.rate_per_s, own_per_s)
+        return (leader.finalist.role is Role.tuned and entrant.rate_per_s == leader.rate_per_s and not is_its_own
                 and not (runs and holds(self.slo, runs)))
 
     def _goes_back(self, entrant: Entrant, first: LoggedRun,

@@ -206,8 +206,8 @@ def _engine_knobs(base: Config, facts: Facts, others: Sequence[Knob]) -> list[Kn
     if facts.has_graphs and base.engine.cuda_graphs is not False:
         seqs = next(knob for knob in others if knob.key == "scheduler.max_num_seqs")
         found.append(_graph_sizes_knob(keys["engine.graph_batch_sizes"], base, seqs))
-    if facts.has_graphs and base.engine.graph_batch_sizes is None:
-        found.append(knob_of(keys["engine.cuda_graphs"], Options((None, False)).including(base.engine.cuda_graphs)))
+    elif facts.has_graphs and base.engine.graph_batch_sizes is None:
+        found.append(knob_of(keys["engine.cuda_graphs"], Options((None, False))))
     return found
 
 
@@ -222,7 +222,7 @@ def _graph_sizes_knob(key: Key, base: Config, seqs: Knob) -> Knob:
     powers = powers_of_two(1, most)
     half_as_many, twice_as_many = powers[::2], sorted({*powers, *(3 * power for power in powers)})
     lists = [show([*(size for size in sizes if size < most), most]) for sizes in (half_as_many, twice_as_many)]
-    domain = Options((None, *lists)).including(base_value(key, base))
+    domain = Options((None, *dict.fromkeys(lists))).including(base_value(key, base))
     assert isinstance(seqs.domain, Ladder)
     enough = tuple(count for count in seqs.domain.values if isinstance(count, int) and count >= most)
     return replace(knob_of(key, domain), condition=Condition(seqs.key, enough))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import ceil
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from servekit.tuner.adviser import SIMULATOR, Adviser, describe
 from servekit.tuner.baseline import Baseline
 from servekit.tuner.default_space import not_searched
 from servekit.tuner.launch import LaunchConfig
-from servekit.tuner.rate_search import LOSING_SHARE, RateSearch
+from servekit.tuner.rate_search import LOSING_SHARE, Allowance, RateSearch
 from servekit.tuner.settings import Settings
 from servekit.tuner.slo import Promise
 from servekit.tuner.space import Space, words
@@ -22,12 +23,22 @@ from servekit.tuner.study import TuningStudy
 from servekit.tuner.trial import Candidate, Ending, Outcome
 
 
-def print_plan(settings: Settings, space: Space, baseline: Baseline, start_per_s: float, num_trials: int,
+@dataclass(frozen=True)
+class PlannedRuns:
+    """What a trial consists of."""
+
+    num_requests: int
+    """Of each run."""
+    start_per_s: float
+    """Rate of the first."""
+    allowance: Allowance
+
+
+def print_plan(settings: Settings, space: Space, baseline: Baseline, runs: PlannedRuns, num_trials: int,
                console: Console) -> None:
     """What will be searched, how long a trial is, and how many requests a verdict needs."""
     for line in (_objective(settings), *_device(baseline), *_searched(settings, space),
-                 _trial_length(settings, start_per_s), _budget(settings, num_trials),
-                 *_trials(settings, start_per_s), ""):
+                 _trial_length(settings, runs), _budget(settings, num_trials), *_trials(settings, runs), ""):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -69,8 +80,8 @@ _OTHER_SERVER = (
     "limit or to simulate from, and no memory attack")
 
 
-def _trial_length(settings: Settings, rate_per_s: float) -> str:
-    requests = settings.budget.requests
+def _trial_length(settings: Settings, runs: PlannedRuns) -> str:
+    requests, rate_per_s = runs.num_requests, runs.start_per_s
     strictest = max(promise.per_mille for promise in settings.slo.promises)
     return (f"a run of a trial: {requests} requests, about {requests / rate_per_s:.0f} s at {rate_per_s:.2f} req/s, "
             f"shorter as soon as its verdict is certain; {requests_needed(strictest)} requests without a miss would "
@@ -83,17 +94,17 @@ def _budget(settings: Settings, num_trials: int) -> str:
     return f"budget: {budget.minutes:g} minutes, {budget.confirm_share:.0%} of them for the confirmation{done}"
 
 
-def _trials(settings: Settings, rate_per_s: float) -> list[str]:
+def _trials(settings: Settings, runs: PlannedRuns) -> list[str]:
     """How many configurations there is time for, and what each may take of it."""
-    search_s, allowance, limit = settings.budget.search_s, settings.allowance, settings.budget.trials
-    run_s = max(allowance.shortest_s(rate_per_s, holds=True), settings.budget.min_run_s)
+    search_s, allowance, limit = settings.budget.search_s, runs.allowance, settings.budget.trials
+    run_s = max(allowance.shortest_s(runs.start_per_s, holds=True), settings.budget.min_run_s)
     holding, losing = ceil(search_s / min(allowance.most_s, RateSearch.max_runs * run_s)), round(1 / LOSING_SHARE)
     return [f"trials: about {holding} if each holds at such a rate and is bracketed in {RateSearch.max_runs} runs, "
             f"{losing} if none holds anything, more where a run is soon seen to fail beside a better one"
             f"{'' if limit is None else f'; no more than {limit}, as budget.trials says'}",
-            f"of {search_s / 60:.1f} minutes for the search, a configuration that holds nothing gets at most "
+            f"of {search_s / 60:.1f} minutes for the search, a configuration that holds nothing gets about "
             f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), any other {allowance.most_s:.0f} s; no rate below "
-            f"{min(rate_per_s, allowance.lowest_per_s):.2f} req/s is tried, where one run would take longer than that"]
+            f"{min(runs.start_per_s, allowance.lowest_per_s):.2f} req/s is tried, where one run would take longer"]
 
 
 def print_trial(study: TuningStudy, candidate: Candidate, outcome: Outcome, left_s: float, console: Console) -> None:

@@ -144,7 +144,7 @@ class TrialExecutor:
         """Begin a study at a rate, or go on with one that has trials: the search begins where they left off."""
         self.start_per_s, self.incumbent_per_s = start_per_s, 0.0
         for trial in trials:
-            if trial.ending is Ending.measured:
+            if trial.ending is Ending.measured and trial.repeats is None:
                 self._learn(trial.rate_per_s, trial.facts)
 
     def run(self, candidate: Candidate) -> Outcome:
@@ -189,7 +189,7 @@ class TrialExecutor:
         """
         self.incumbent_per_s = max(self.incumbent_per_s, rate_per_s)
         if self.incumbent_per_s == 0:
-            self.start_per_s = min(self.start_per_s, max(facts.get("lower_per_s", 0.0), self.allowance.lowest_per_s))
+            self.start_per_s = min(self.start_per_s, max(facts["lower_per_s"], self.allowance.lowest_per_s))
 
     def _prepare(self, config: Configuration, cold: bool) -> Warm:
         started_s = time.monotonic()

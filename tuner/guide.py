@@ -2,7 +2,7 @@
 
 TEXT = """\
 FILE.yaml says what is promised and what may be changed for it; a bare name, as in servekit tune chat, is one of those
-that come with servekit: batch, chat, code, rag (conf/slo/).
+that come with servekit: batch, chat, code, rag, smooth (conf/slo/).
 
   slo:                                  what must hold, all of it, each for a share of the requests
     ttft: {p99: 2s}                     time to the first token; p50 to p99.9; us, ms, s or min

@@ -31,7 +31,7 @@ from servekit.tuner.report import Findings, write_report
 from servekit.tuner.reverts import Revert, describe_revert, put_back
 from servekit.tuner.settings import Settings
 from servekit.tuner.space import Space
-from servekit.tuner.study import Origin, Trial, TuningStudy
+from servekit.tuner.study import NO_ANSWERS, Origin, Trial, TuningStudy
 from servekit.tuner.subject import Subject
 from servekit.tuner.trial import Ending
 
@@ -47,7 +47,7 @@ def conclude(settings: Settings, subject: Subject, executor: TrialExecutor, stud
              random: Finalist | None, space: Space, about: Description, left_s: Callable[[], float],
              console: Console) -> bool:
     """Confirm the best, attack the winner, write everything; whether anything holds the objective."""
-    if not study.shortlist(1):
+    if not study.shortlist(1) and random is None:
         _conclude_without_any(settings, executor, study, space, about, console)
         return False
     finalists = _finalists(settings, study, random)
@@ -100,7 +100,7 @@ def _closest_words(trial: Trial) -> str:
 def _nothing_confirmed(settings: Settings, study: TuningStudy, closest: Trial | None) -> Confirmed:
     """The default and what came closest, with the reason why neither was measured again."""
     base_hash = config_hash(settings.base)
-    base = next((trial for trial in study.trials if trial.config_hash == base_hash), None)
+    base = _trial_of(study, base_hash)
     default = Finalist("default", Role.default, settings.base, 0.0)
     reasons = {default.name: "was not measured" if base is None else _why_not(base)}
     finalists = [default]
@@ -124,7 +124,8 @@ def _finalists(settings: Settings, study: TuningStudy, random: Finalist | None) 
     best = [trial for trial in study.shortlist(_FINALISTS + 1) if trial.config_hash != base_hash][:_FINALISTS]
     found = [finalist_of(settings, study, trial, f"trial {trial.number}", Role.tuned, trial.rate_per_s)
              for trial in best]
-    lowest_per_s = min((trial.rate_per_s for trial in study.shortlist(_FINALISTS)), default=1.0)
+    lowest_per_s = min((trial.rate_per_s for trial in study.shortlist(_FINALISTS)),
+                       default=1.0 if random is None else random.rate_per_s)
     default = Finalist("default", Role.default, settings.base, _rate_of(study, base_hash) or lowest_per_s)
     others = [*_rule_of_thumb(settings, study, lowest_per_s),
               *([] if random is None else [random])]
@@ -149,8 +150,14 @@ def finalist_of(settings: Settings, study: TuningStudy, trial: Trial, name: str,
 
 def _rate_of(study: TuningStudy, wanted_hash: str) -> float:
     """What the search found for a configuration; 0 if nothing."""
-    return next((trial.rate_per_s for trial in study.trials
-                 if trial.config_hash == wanted_hash and trial.repeats is None), 0.0)
+    trial = _trial_of(study, wanted_hash)
+    return 0.0 if trial is None else trial.rate_per_s
+
+
+def _trial_of(study: TuningStudy, wanted_hash: str) -> Trial | None:
+    """The trial that says something of a configuration."""
+    return next((trial for trial in study.trials if trial.config_hash == wanted_hash and trial.repeats is None
+                 and trial.ending not in NO_ANSWERS), None)
 
 
 def _confirm(settings: Settings, executor: TrialExecutor, finalists: Sequence[Finalist],

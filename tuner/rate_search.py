@@ -8,10 +8,12 @@ from math import inf, sqrt
 from servekit.tuner.slo import Slo
 
 LOSING_SHARE = 0.1
-"""Of the time for the search, what a configuration may take that holds nothing. A tenth: even where nothing holds, as
-many are tried as a sampler sees before it learns."""
+"""Of the time for the search, what a configuration may take that holds nothing: no further run begins that would fail
+later, and one that looks like failing is cut there. A tenth: even where nothing holds, as many are tried as a sampler
+sees before it learns."""
 HOLDING_SHARE = 0.5
-"""Of the time for the search, what any configuration may take. A half: there is time for another that may be better."""
+"""Of the time for the search, what any configuration may take: no further run begins that would hold later. A half:
+there is time for another that may be better."""
 _STEPS_DOWN = 2
 """Factors from a rate that failed to the next one, while none has held."""
 
@@ -69,7 +71,7 @@ class RateSearch:
     max_losing_runs: int = 3
     """Runs for a configuration that fails where it starts: how bad it is need not be known exactly."""
     allowance: Allowance = Allowance()
-    """The first run is made in any case: without one nothing is known."""
+    """What the runs may take. The first one is made in any case: without one nothing is known."""
     held_per_s: float = 0.0
     """Highest rate that held; 0: none yet."""
     failed_per_s: float | None = None

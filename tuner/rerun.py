@@ -23,7 +23,7 @@ RERUNS = "reruns"
 
 
 def rerun(certificate: Certificate, folder: Path, say: Callable[[str], object]) -> bool:
-    """One more round of the winner and the default, each at the rate that was confirmed for it.
+    """The winner once more at its confirmed rate, the default beside it; where it holds, the default at its own, too.
 
     True if the winner holds the objective again. `folder` is that of the certificate; the new logs go to a folder
     inside it.
@@ -48,7 +48,7 @@ def rerun(certificate: Certificate, folder: Path, say: Callable[[str], object]) 
 
 
 def _length(claim: Claim, winner: Finalist, folder: Path) -> RunLength:
-    """As many requests as in any run of the certificate at least, and as long as the winner's."""
+    """As many requests as the shortest run of the certificate, and as long as the winner's."""
     runs = {run.log: read_run(folder / run.log) for run in claim.runs}
     winners = (runs[run.log] for run in claim.runs if run.finalist == winner.name)
     return RunLength(min(run.num_requests for run in runs.values()),

@@ -120,10 +120,9 @@ class Settings:
     compare: tuple[Role, ...] = ()
     """With whom the winner is compared, beside the default."""
 
-    @property
-    def allowance(self) -> Allowance:
-        """What the search for one configuration's rate may take of the time."""
-        return Allowance.of(self.budget.search_s, self.slo, self.budget.requests, self.budget.warmup_requests)
+    def allowance(self, num_requests: int) -> Allowance:
+        """What the search for one configuration's rate may take of the time, in runs of so many requests."""
+        return Allowance.of(self.budget.search_s, self.slo, num_requests, self.budget.warmup_requests)
 
     @property
     def ignores_base(self) -> bool:

@@ -129,7 +129,7 @@ async def headline(load: Load) -> dict[str, float]:
 
 
 async def by_batch(load: Load, sizes: list[int]) -> dict[str, float]:
-    """Milliseconds between tokens when so many requests of about 64 tokens decode at once; the median of three times."""
+    """Milliseconds between tokens when so many requests of about 64 tokens decode at once; the median of three."""
     async def once(size: int) -> float:
         replies, _ = await load.together([load.prompt(32) for _ in range(size)], 40)
         return 1e3 * statistics.median(reply.late_tpot_s(12) for reply in replies)
@@ -230,7 +230,7 @@ def contenders(options: dict[str, str]) -> list[Contender]:
 
 
 def limits() -> dict[str, float]:
-    """What the machine can do: memory read by torch, float32 and int8 products by torch; the best of two seconds each."""
+    """What the machine can do: memory read, float32 and int8 products, by torch; the best of two seconds each."""
     import torch
 
     from servekit.kernels.cpu import huge_pages

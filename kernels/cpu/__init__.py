@@ -55,7 +55,7 @@ def cpu_kernels(reference: Kernels, cache_dir: Path, threads: int, on_compile: C
         int8=partial(_int8_product, pages),
         int4=partial(_int4_product, pages),
         grouped_int4=partial(_grouped_int4_product, pages),
-        has_own_threads=lambda product: isinstance(product, _PackedProduct),
+        has_own_threads=_has_own_threads,
         fused_layer=_fused_layer,
         argmax=_argmax,
         truncate=_truncate,
@@ -137,6 +137,11 @@ class _Reordering:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x[..., self.inputs])
+
+
+def _has_own_threads(product: Product) -> bool:
+    inner = product.product if isinstance(product, _Reordering) else product
+    return isinstance(inner, _PackedProduct)
 
 
 def _fused_layer(operands: LayerOperands) -> FusedLayer | None:

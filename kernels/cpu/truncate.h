@@ -1,7 +1,7 @@
 // Which tokens of a row top-k, top-p and min-p leave; kernels/truncate.py says what they mean.
 //
-// The vocabulary is not sorted: tokens are counted and weighed in buckets, by how far they lie below the most likely one.
-// Only the tokens of a bucket in which a limit lies are looked at one by one.
+// Tokens are counted and weighed in buckets, by how far they lie below the most likely one. Only those of a bucket in
+// which a limit lies are sorted and looked at one by one.
 #pragma once
 
 #include <algorithm>
@@ -77,7 +77,7 @@ class Truncation {
         weight += own;
         continue;
       }
-      const std::vector<int32_t> tokens = sorted(bucket);
+      const std::vector<int32_t> tokens = sorted(bucket, limits.top_k - num_kept);
       size_t count = 0;
       for (; count < tokens.size(); ++count, ++num_kept) {
         const double next = weight_of(tokens[count]);
@@ -97,7 +97,7 @@ class Truncation {
         weight += weights_[bucket];
         continue;
       }
-      const std::vector<int32_t> tokens = sorted(bucket);
+      const std::vector<int32_t> tokens = sorted(bucket, count);
       for (int64_t i = 0; i < count; ++i) weight += weight_of(tokens[i]);
     }
     return weight;
@@ -110,14 +110,16 @@ class Truncation {
 
   double weight_of(int32_t token) const { return std::exp((double(logits_[token]) - double(peak_)) / temperature_); }
 
-  // The tokens of a bucket, the most likely first, equal ones by their ids.
-  std::vector<int32_t> sorted(int bucket) const {
+  // The tokens of a bucket: first its `most` most likely ones, the likeliest first, equal ones by their ids.
+  std::vector<int32_t> sorted(int bucket, int64_t most) const {
     std::vector<int32_t> tokens;
     tokens.reserve(counts_[bucket]);
     for (int64_t i = 0; i < vocab_; ++i)
       if (bucket_of_.data()[i] == bucket) tokens.push_back(int32_t(i));
-    std::stable_sort(tokens.begin(), tokens.end(),
-                     [this](int32_t a, int32_t b) { return logits_[a] > logits_[b]; });
+    std::partial_sort(tokens.begin(), tokens.begin() + std::min<int64_t>(most, tokens.size()), tokens.end(),
+                      [this](int32_t a, int32_t b) {
+                        return logits_[a] > logits_[b] || (logits_[a] == logits_[b] && a < b);
+                      });
     return tokens;
   }
 

@@ -90,6 +90,8 @@ def build_engine(config: Config, local: LocalModel, cache_dir: Path, on_progress
         cache_dir: Where compiled operations are kept.
         on_progress: Told how far it is.
 
+    It also sets how many threads torch computes with in this process.
+
     Raises ConfigError for a setting that does not fit the model or the device, ModelFileError for the files.
     """
     found = _find(config, local, cache_dir, on_progress)

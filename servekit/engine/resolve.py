@@ -13,7 +13,7 @@ from servekit.runner.device import FIRST_WITH_FP8, DeviceFacts
 _STORED_INTEGERS = {"Q8_0": Quantization.int8, "Q4_0": Quantization.int4, "Q4_1": Quantization.int4}
 """Checkpoints whose matrices are integers that the kernels can multiply by as they are."""
 
-_MOST_HEADS_PER_KEY_HEAD = {KernelSet.cpu: 48, KernelSet.triton: 32}
+_MOST_HEADS_PER_KEY_HEAD = {KernelSet.cpu: 96, KernelSet.triton: 32}
 """Query rows that one pass of the attention holds (kernels/cpu/attention.h and kernels/triton/attention_prefill.py)."""
 
 

@@ -17,6 +17,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from servekit.config.errors import ConfigError
+from servekit.garbage import take_for_permanent
 
 if TYPE_CHECKING:
     from servekit.runner.workers import RankOrder, ToRank
@@ -68,6 +69,7 @@ def _serve(order: RankOrder, inbox: queue.SimpleQueue[ToRank]) -> None:
 
     os.write(sys.stdout.fileno(), b".")
     rank = FollowingRank(order)
+    take_for_permanent()
     while True:
         match inbox.get():
             case SharedStep() as step:

@@ -70,7 +70,7 @@ class Choices:
 def choose(logits: Tensor, stands: Sequence[Stand], kernels: Kernels) -> Choices:
     """Choose the next token of each request.
 
-    Without penalties and log-probabilities it does not wait for the device.
+    Without penalties and log-probabilities it does not wait for the device, where the kernels truncate there.
 
     Args:
         logits: [S, vocab] in float32 or float64; row i belongs to `stands[i]`. Not modified.

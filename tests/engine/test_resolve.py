@@ -210,11 +210,11 @@ def test_the_cpp_operations_are_refused_for_what_they_cannot_compute(device: Dev
 
 
 def test_more_query_heads_than_the_cpp_attention_holds_go_to_the_reference() -> None:
-    model = dataclasses.replace(load_spec(dummy_model()), num_heads=64, num_kv_heads=1)
+    model = dataclasses.replace(load_spec(dummy_model()), num_heads=128, num_kv_heads=1)
     assert resolve(config(), model, CPU).kernels is KernelSet.reference
-    with pytest.raises(ConfigError, match="48 query heads a key head, and the model has 64"):
+    with pytest.raises(ConfigError, match="96 query heads a key head, and the model has 128"):
         resolve(config(kernels=KernelSet.cpu), model, CPU)
-    assert resolve(config(), dataclasses.replace(model, num_heads=48), CPU).kernels is KernelSet.cpu
+    assert resolve(config(), dataclasses.replace(model, num_heads=96), CPU).kernels is KernelSet.cpu
 
 
 @pytest.mark.parametrize(("kernels", "dtype", "kv_dtype", "allowed"), [

@@ -270,7 +270,7 @@ def test_attention_to_a_nan_is_nan(kernels: Kernels, queries: int) -> None:
 
 def test_attention_with_too_many_heads_for_a_key_head_is_refused(kernels: Kernels) -> None:
     with pytest.raises(RuntimeError, match="too many query heads"):
-        attention([(5, 1)], 16, 1, 49, 32, torch.float32, seed=1).run(kernels, 0.2)
+        attention([(5, 1)], 16, 1, 97, 32, torch.float32, seed=1).run(kernels, 0.2)
 
 
 def test_attention_to_another_number_format_is_refused(kernels: Kernels) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.config.schema import Config
@@ -96,6 +96,7 @@ def test_a_candidate_steps_down_on_new_arrivals_until_it_holds(tmp_path: Path) -
 
 
 @given(truth=st.floats(0.5, 100.0), role=st.sampled_from([Role.tuned, Role.default]))
+@settings(deadline=None)
 def test_what_a_finalist_holds_is_found_to_within_a_step(truth: float, role: Role) -> None:
     climb = Climb(finalist("one", 16, 10.0, role), step=0.07)
     rates = []

@@ -171,10 +171,11 @@ def test_graph_sizes_are_lists_that_go_with_every_batch_for_which_they_are_offer
 def test_graphs_are_searched_where_there_can_be_some() -> None:
     assert not {SIZES, GRAPHS} & set(knobs(default_space(base(), FACTS, Breadth.all)))
     assert not {SIZES, GRAPHS} & set(knobs(default_space(base(), replace(GPU, has_graphs=False), Breadth.all)))
-    everything = knobs(default_space(base(), GPU, Breadth.all))
-    assert everything[GRAPHS] == Knob(GRAPHS, Options((None, False)), warmth=Warmth.cold)
-    assert GRAPHS not in knobs(default_space(base(), GPU))
-    assert SIZES not in knobs(default_space(base(f"{GRAPHS}=false"), GPU)), "sizes of no graphs"
+    assert SIZES in knobs(default_space(base(), GPU))
+    assert GRAPHS not in knobs(default_space(base(), GPU, Breadth.all)), "lists of sizes of no graphs would be refused"
+    without = knobs(default_space(base(f"{GRAPHS}=false"), GPU, Breadth.all))
+    assert without[GRAPHS] == Knob(GRAPHS, Options((None, False)), warmth=Warmth.cold) and SIZES not in without
+    assert GRAPHS not in knobs(default_space(base(f"{GRAPHS}=false"), GPU))
     assert GRAPHS not in knobs(default_space(base(f"{SIZES}=[1,2]"), GPU, Breadth.all))
 
 
