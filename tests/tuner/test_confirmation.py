@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_candidate_steps_down_on_new_arrivals_until_it_holds(tmp_path: Path) -
 @given(truth=st.floats(0.5, 100.0), role=st.sampled_from([Role.tuned, Role.default]))
 @settings(deadline=None)
 def test_what_a_finalist_holds_is_found_to_within_a_step(truth: float, role: Role) -> None:
-    climb = Climb(finalist("one", 16, 10.0, role), step=0.07)
+    climb = Climb(replace(BEST, rate_per_s=10.0, role=role), step=0.07)
     rates = []
     while (rate_per_s := climb.next_per_s) is not None:
         rates.append(rate_per_s)
