@@ -170,8 +170,11 @@ def leader_of(climbs: Sequence[Climb]) -> Climb | None:
 def entrants(climbs: Sequence[Climb]) -> list[Entrant]:
     """Who is measured in the next round, in order: the leader, the default beside it, then those of other roles."""
     leader = leader_of(climbs)
+    has_held = any(climb.held_per_s for climb in climbs)
+    if leader is not None and has_held and any(map(_is_untried, climbs)):
+        leader = None  # How much more it holds can wait until it is known what it is compared with.
     found = [] if leader is None else list(_pair(leader, climbs))
-    if leader is not None and not any(climb.held_per_s for climb in climbs) and _is_ahead(leader, climbs):
+    if leader is not None and not has_held and _is_ahead(leader, climbs):
         return found
     for climb in climbs:
         rate_per_s = climb.next_per_s
@@ -180,6 +183,12 @@ def entrants(climbs: Sequence[Climb]) -> list[Entrant]:
         if climb.finalist.role is not Role.tuned and rate_per_s is not None and not is_there:
             found.append(Entrant(climb.finalist, rate_per_s))
     return found
+
+
+def _is_untried(climb: Climb) -> bool:
+    """Whether somebody to compare with is still to be measured at the rate that the search found."""
+    return (climb.finalist.role is not Role.tuned and climb.held_per_s is None
+            and climb.next_per_s == climb.finalist.rate_per_s)
 
 
 def _is_ahead(leader: Climb, climbs: Sequence[Climb]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,15 @@ def test_a_candidate_steps_down_on_new_arrivals_until_it_holds(tmp_path: Path) -
     assert winner.confirmed_per_s < 10.0 < winner.rates[-1].rate_per_s
     assert winner.failed_per_s is not None and winner.failed_per_s > winner.confirmed_per_s
     assert judgement.ratio is not None and judgement.ratio.high is not None
+
+
+def test_the_default_is_measured_at_its_own_rate_before_the_winner_is_refined(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    confirm(engine, finalist("trial 9", 16, 12.0), DEFAULT, rules=Rules(LENGTH, max_rounds=8))
+    rates = [(seqs, rate) for seqs, rate, _ in engine.calls]
+    leaders = [(place, rate) for place, (seqs, rate) in enumerate(rates) if seqs == 16]
+    refined = next(place for (_, before), (place, rate) in pairwise(leaders) if rate > before)
+    assert rates.index((8, 2.5)) < refined
 
 
 @given(truth=st.floats(0.5, 100.0), role=st.sampled_from([Role.tuned, Role.default]))
