@@ -205,6 +205,11 @@ def _pair(leader: Climb, climbs: Sequence[Climb]) -> Iterator[Entrant]:
             yield Entrant(climb.finalist, leader.next_per_s)
 
 
+def _is_paired(entrant: Entrant, leader: Entrant) -> bool:
+    """Whether an entrant is measured at the rate of a tuned leader."""
+    return leader.finalist.role is Role.tuned and entrant.rate_per_s == leader.rate_per_s
+
+
 @dataclass(frozen=True)
 class Progress:
     """What a confirmation is doing; told before each run and after it."""
@@ -313,17 +318,16 @@ class Confirmation:
         leader, runs = measured[0]
         own_per_s = self._climb(entrant).next_per_s
         is_its_own = own_per_s is not None and is_same_rate(entrant.rate_per_s, own_per_s)
-        return (leader.finalist.role is Role.tuned and entrant.rate_per_s == leader.rate_per_s and not is_its_own
-                and not (runs and holds(self.slo, runs)))
+        return _is_paired(entrant, leader) and not is_its_own and not (runs and holds(self.slo, runs))
 
     def _goes_back(self, entrant: Entrant, first: LoggedRun,
                    measured: Sequence[tuple[Entrant, Sequence[LoggedRun]]]) -> bool:
         if self._climb(entrant).failure is not None:
             return False
-        partner, partner_runs = measured[0]
-        is_paired = (partner.finalist.role is Role.tuned and entrant.rate_per_s == partner.rate_per_s
-                     and bool(partner_runs) and holds(self.slo, partner_runs[:1]))
-        return is_paired or holds(self.slo, [first])
+        leader, runs = measured[0]
+        if _is_paired(entrant, leader) and runs and holds(self.slo, runs[:1]):
+            return True
+        return holds(self.slo, [first])
 
     def _note(self, entrant: Entrant, runs: Sequence[LoggedRun]) -> None:
         has_held = bool(runs) and holds(self.slo, runs)

@@ -122,10 +122,11 @@ async def measure(target: Target, load: Load, slo: Slo, machine: MachineUse, ste
 async def _stop_when_certain(judge: _Judge, run: LoadRun, give_up_s: float) -> tuple[Tally, ...]:
     """Stop a run; how its promises stood if it was given up, and nothing if its verdict is certain."""
     while judge.verdict.at(now_s := time.monotonic()) is Verdict.undecided:
-        tallies = judge.verdict.tallies(now_s)
-        if now_s >= give_up_s and any(tally.is_losing for tally in tallies):
-            run.cut()
-            return tallies
+        if now_s >= give_up_s:
+            tallies = judge.verdict.tallies(now_s)
+            if any(tally.is_losing for tally in tallies):
+                run.cut()
+                return tallies
         await asyncio.sleep(_LOOK_EVERY_S)
     run.cut()
     return ()
