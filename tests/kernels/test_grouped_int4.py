@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from servekit.kernels import Kernels, grouped_int4_linear, int4_linear, int8_linear, reference_kernels
 from servekit.kernels.cpu import build, cpu_kernels
+from servekit.kernels.fused_layer import LayerOperands
 from servekit.kernels.grouped_int4_linear import GroupedInt4Weight, repacked
 from servekit.kernels.int4_linear import Int4Weight
 from servekit.model.source import default_cache_dir
@@ -86,8 +88,12 @@ def test_products_are_the_references_but_for_the_order_of_sums(kernels: Kernels,
     torch.testing.assert_close(kernels.grouped_int4(weight)(x).double(), expected, rtol=1e-6, atol=1e-4)
 
 
-def test_matrices_in_order_have_a_product_that_whole_layers_take(kernels: Kernels) -> None:
+def test_whole_layers_take_only_matrices_in_order(kernels: Kernels) -> None:
+    norm = torch.ones(128)
     for is_symmetric in (True, False):
-        plain, shuffled = (kernels.grouped_int4(random_weight(16, 128, 64, torch.float16, is_symmetric, 1, is_shuffled))
-                           for is_shuffled in (False, True))
-        assert kernels.has_own_threads(plain) and not kernels.has_own_threads(shuffled)
+        plain, shuffled = (kernels.grouped_int4(random_weight(128, 128, 64, torch.float16, is_symmetric, 1, shuffle))
+                           for shuffle in (False, True))
+        assert kernels.has_own_threads(plain) and kernels.has_own_threads(shuffled)
+        layer = LayerOperands(plain, plain, norm, plain, plain, norm, 128, 2, 1, 32, None, 1e-5)
+        assert kernels.fused_layer(layer) is not None
+        assert kernels.fused_layer(replace(layer, down=shuffled)) is None
