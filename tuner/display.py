@@ -91,19 +91,24 @@ def _trial_length(settings: Settings, runs: PlannedRuns) -> str:
 def _budget(settings: Settings, num_trials: int) -> str:
     budget = settings.budget
     done = f"; {num_trials} trials are there already" if num_trials else ""
-    return f"budget: {budget.minutes:g} minutes, {budget.confirm_share:.0%} of them for the confirmation{done}"
+    rivals = ""
+    if settings.compare:
+        rivals = (f"; {budget.rival_s / 60:.1f} minutes more of confirmation for each of "
+                  f"{', '.join(role.value for role in settings.compare)} that is a configuration of its own")
+    return f"budget: {budget.minutes:g} minutes, {budget.confirm_share:.0%} of them for the confirmation{rivals}{done}"
 
 
 def _trials(settings: Settings, runs: PlannedRuns) -> list[str]:
     """How many configurations there is time for, and what each may take of it."""
     search_s, allowance, limit = settings.budget.search_s, runs.allowance, settings.budget.trials
     run_s = max(allowance.shortest_s(runs.start_per_s, holds=True), settings.budget.min_run_s)
-    holding, losing = ceil(search_s / min(allowance.most_s, RateSearch.max_runs * run_s)), round(1 / LOSING_SHARE)
-    return [f"trials: about {holding} if each holds at such a rate and is bracketed in {RateSearch.max_runs} runs, "
-            f"{losing} if none holds anything, more where a run is soon seen to fail beside a better one"
+    holding_s = min(max(allowance.narrowing_s, run_s), RateSearch.max_runs * run_s)
+    return [f"trials: about {ceil(search_s / holding_s)} if each holds at such a rate, {round(1 / LOSING_SHARE)} if "
+            "none holds anything, more where a run is soon seen to fail beside a better one"
             f"{'' if limit is None else f'; no more than {limit}, as budget.trials says'}",
             f"of {search_s / 60:.1f} minutes for the search, a configuration that holds nothing gets about "
-            f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), any other {allowance.most_s:.0f} s; no rate below "
+            f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), one that holds up to {allowance.most_s:.0f} s, of which "
+            f"{allowance.narrowing_s:.0f} s until it is known between which rates it fails; no rate below "
             f"{min(runs.start_per_s, allowance.lowest_per_s):.2f} req/s is tried, where one run would take longer"]
 
 
@@ -130,6 +135,11 @@ def _ending(outcome: Outcome) -> str:
         detail = str(outcome.facts.get("error") or ", ".join(outcome.facts.get("problems", ())))
         ending = str(outcome.ending.value).replace("_", " ")
         return f"{ending} ({detail})" if detail else ending
+    problems = sorted({problem for run in outcome.facts["runs"] for problem in run.get("problems", ())})
+    return _verdict(outcome) + (f" (a run made twice: {', '.join(problems)})" if problems else "")
+
+
+def _verdict(outcome: Outcome) -> str:
     if outcome.rate_per_s > 0:
         return f"holds at {outcome.rate_per_s:.2f} req/s"
     broken = ", ".join(name for name, value in outcome.violations.items() if value > 0)

@@ -11,6 +11,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any, Protocol
 
+from servekit.garbage import left_alone
 from servekit.load.target import Target
 from servekit.sim.fitted import TimedStep
 from servekit.tuner.launch import Configuration
@@ -148,7 +149,7 @@ class TrialExecutor:
                 self._learn(trial.rate_per_s, trial.facts)
 
     def run(self, candidate: Candidate) -> Outcome:
-        """Measure one: find the highest rate at which it keeps the objective."""
+        """Measure one: find the highest rate at which it keeps the objective. A run that is disturbed is made again."""
         started_s = time.monotonic()
         try:
             warm = self._prepare(candidate.config, cold=not self._host.is_live)
@@ -201,7 +202,7 @@ class TrialExecutor:
     def _search_rate(self, candidate: Candidate, warm: Warm) -> Outcome:
         search, runs = self.rate_search(), list[dict[str, Any]]()
         closest: dict[str, float] = {}
-        lowest_per_s = float("inf")
+        lowest_per_s, was_disturbed = inf, False
         while (rate_per_s := search.next_rate()) is not None:
             stream = f"trial {candidate.number} run {len(runs)}"
             measured, path = self._runner.run(self._measure(
@@ -211,8 +212,11 @@ class TrialExecutor:
             if measured.engine_failures:
                 raise EngineFailed(Ending.crashed, f"{measured.engine_failures} requests were lost at "
                                    f"{rate_per_s:.2f} req/s")
-            if measured.problems:
-                return Outcome(Ending.invalid, facts={"runs": runs, "problems": [p.value for p in measured.problems]})
+            if measured.problems and was_disturbed:
+                return Outcome(Ending.invalid, facts={"runs": runs, "problems": runs[-1]["problems"]})
+            was_disturbed = bool(measured.problems)
+            if was_disturbed:
+                continue
             search.tell(rate_per_s, measured.holds, measured.duration_s)
             if rate_per_s < lowest_per_s or measured.holds:
                 lowest_per_s, closest = rate_per_s, violations(measured.tallies, measured.is_given_up)
@@ -226,8 +230,9 @@ class TrialExecutor:
         host.begin_run()
         vocab_size = host.description.vocab_size or self.plan.bench.vocab_high
         load = self.plan.load(rate_per_s, num_requests, stream, vocab_size)
-        measured = await measure(host.target, load, self._slo, MachineUse(host.processes), host.steps,
-                                 self._tolerance, stops_early, losing_s)
+        with left_alone():
+            measured = await measure(host.target, load, self._slo, MachineUse(host.processes), host.steps,
+                                     self._tolerance, stops_early, losing_s)
         self._num_runs += 1
         path = self.runs_folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{self._num_runs:04}.json"
         RunLog(rate_per_s, stream, warm.value, num_requests, self.plan.warmup_requests, config, measured).write(path)
@@ -239,4 +244,5 @@ def _described(rate_per_s: float, measured: Measurement, path: Path) -> dict[str
     """A run in the facts of its trial."""
     return {"rate_per_s": rate_per_s, "verdict": measured.verdict.value, "duration_s": measured.duration_s,
             "stopped_early": measured.is_stopped_early, "log": path.name,
+            "problems": [problem.value for problem in measured.problems],
             "misses": {tally.promise.name: tally.num_missed + tally.num_late for tally in measured.tallies}}

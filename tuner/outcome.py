@@ -171,8 +171,10 @@ def _confirm(settings: Settings, executor: TrialExecutor, finalists: Sequence[Fi
                   f"{plan.least_s / 60:.1f} min, more if a candidate fails at first, on arrivals that the search never "
                   "used", highlight=False, soft_wrap=True)
 
+    rivals_s = settings.budget.rival_s * sum(finalist.role in settings.compare for finalist in finalists)
+
     def may_begin_round(entered: Sequence[Entrant]) -> bool:
-        return left_s() > round_s(entered, rules, start_s, warmup_requests, _ENGINE_START_S)
+        return left_s() + rivals_s > round_s(entered, rules, start_s, warmup_requests, _ENGINE_START_S)
 
     def show_progress(progress: Progress) -> None:
         if progress.holds is not None:

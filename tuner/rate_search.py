@@ -11,11 +11,16 @@ LOSING_SHARE = 0.1
 """Of the time for the search, what a configuration may take that holds nothing: no further run begins that would fail
 later, and one that looks like failing is cut there. A tenth: even where nothing holds, as many are tried as a sampler
 sees before it learns."""
+NARROWING_SHARE = 0.15
+"""Of the time for the search, up to where a bracket is narrowed: no further run begins that would hold later. How much
+exactly a configuration holds is worth less than a look at another one; the confirmation finds out for the best."""
 HOLDING_SHARE = 0.5
 """Of the time for the search, what any configuration may take: no further run begins that would hold later. A half:
 there is time for another that may be better."""
 _STEPS_DOWN = 2
 """Factors from a rate that failed to the next one, while none has held."""
+_MOST_STEPS_UP = 2
+"""Factors from a rate that held to the next one, while none has failed; the first step is one."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Allowance:
 
     losing_s: float = inf
     """Time for its runs as long as none of them has held."""
+    narrowing_s: float = inf
+    """Time for its runs once it is known between which rates it fails."""
     most_s: float = inf
     """Time for all its runs."""
     requests_to_fail: int = 0
@@ -35,8 +42,8 @@ class Allowance:
     def of(cls, search_s: float, slo: Slo, num_requests: int, warmup_requests: int) -> Allowance:
         """For runs of `num_requests` that are judged, when there are `search_s` for the whole search."""
         misses = min(promise.misses_allowed(num_requests) for promise in slo.promises)
-        return cls(LOSING_SHARE * search_s, HOLDING_SHARE * search_s, warmup_requests + misses + 1,
-                   warmup_requests + num_requests - misses)
+        return cls(LOSING_SHARE * search_s, NARROWING_SHARE * search_s, HOLDING_SHARE * search_s,
+                   warmup_requests + misses + 1, warmup_requests + num_requests - misses)
 
     @property
     def lowest_per_s(self) -> float:
@@ -47,9 +54,10 @@ class Allowance:
         """The least that a run at this rate takes until it is known to hold, or to fail."""
         return (self.requests_to_hold if holds else self.requests_to_fail) / rate_per_s
 
-    def allows(self, rate_per_s: float, taken_s: float, has_held: bool) -> bool:
+    def allows(self, rate_per_s: float, taken_s: float, has_held: bool, has_failed: bool) -> bool:
         """Whether a run at this rate may begin after others that took `taken_s`."""
-        return (taken_s + self.shortest_s(rate_per_s, holds=True) <= self.most_s
+        until_it_holds_s = taken_s + self.shortest_s(rate_per_s, holds=True)
+        return (until_it_holds_s <= (self.narrowing_s if has_held and has_failed else self.most_s)
                 and (has_held or taken_s + self.shortest_s(rate_per_s, holds=False) <= self.losing_s))
 
 
@@ -121,7 +129,7 @@ class RateSearch:
     def _wanted_rate(self) -> float | None:
         """What would be tried if there were any amount of time."""
         if self.failed_per_s is None:
-            return self.held_per_s * self.factor
+            return self.held_per_s * self.factor ** min(len(self._rates), _MOST_STEPS_UP)
         if self.held_per_s == 0:
             return self.lower_per_s
         if self.failed_per_s / self.held_per_s <= 1 + self.tolerance:
@@ -129,7 +137,7 @@ class RateSearch:
         return sqrt(self.held_per_s * self.failed_per_s)
 
     def _allows(self, rate_per_s: float) -> bool:
-        return self.allowance.allows(rate_per_s, self._taken_s, has_held=self.held_per_s > 0)
+        return self.allowance.allows(rate_per_s, self._taken_s, self.held_per_s > 0, self.failed_per_s is not None)
 
     @property
     def _run_limit(self) -> int:

@@ -114,11 +114,11 @@ def _confirmation_runs(findings: Findings) -> Iterator[_Run]:
 
 
 def _search_runs(findings: Findings) -> Iterator[_Run]:
-    """Of the trials whose logs are still there."""
+    """Of the trials whose logs are still there; none that was disturbed."""
     for trial in findings.trials:
         for fact in trial.facts.get("runs", ()) if trial.repeats is None else ():
             path = findings.runs_folder / fact["log"]
-            if path.is_file():
+            if path.is_file() and not fact.get("problems"):
                 yield _Run(trial.config_hash, read_run(path))
 
 

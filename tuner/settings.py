@@ -77,6 +77,11 @@ class Budget:
         """Time for the search, in seconds: what is not kept for the confirmation."""
         return self.minutes * 60 * (1 - self.confirm_share)
 
+    @property
+    def rival_s(self) -> float:
+        """Time for the confirmation of whom else the winner is compared with, in seconds each; not of the minutes."""
+        return self.minutes * 60 * self.confirm_share / 2
+
     def __post_init__(self) -> None:
         _number("budget.minutes", self.minutes, _LEAST_MINUTES)
         if self.trials is not None:

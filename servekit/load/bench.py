@@ -16,6 +16,7 @@ from rich.console import Console
 
 from servekit.config.bench import BenchConfig, ClosedArrivalConfig, LoadConfig, TraceWorkloadConfig
 from servekit.config.errors import ConfigError, require
+from servekit.garbage import left_alone
 from servekit.load.arrivals import schedule
 from servekit.load.driver import Limits, LoadRun
 from servekit.load.openai import OpenAITarget, RequestOptions, ask_facts, open_session
@@ -56,7 +57,7 @@ async def bench(config: BenchConfig, console: Console) -> tuple[Run, list[Reques
         target = OpenAITarget(session, RequestOptions.of(config, server.model))
         load = LoadRun(schedule(workload, config.arrival, seed), target, limits)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        with _ended_gently(load):
+        with _ended_gently(load), left_alone():
             async with progress(load, total, console):
                 records = await load.run()
     summary = summarise(records, config.slo, is_open_loop=limits.concurrency is None)

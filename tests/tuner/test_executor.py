@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +19,12 @@ from engine.helpers import CACHE_DIR, dummy_model
 from servekit.config.bench import BenchConfig, FixedWorkloadConfig, PoissonArrivalConfig
 from servekit.config.compose import compose_serve
 from servekit.config.resolve import config_hash
+from servekit.tuner import executor as tuner_executor
 from servekit.tuner import measure
 from servekit.tuner.engine_host import EngineHost
 from servekit.tuner.executor import EngineFailed, RunLength, TrialExecutor
 from servekit.tuner.load_plan import LoadPlan
-from servekit.tuner.measure import Tolerance
+from servekit.tuner.measure import Measurement, Problem, Tolerance
 from servekit.tuner.rate_search import Allowance
 from servekit.tuner.run_log import read_run
 from servekit.tuner.slo import Slo, parse_slo
@@ -99,6 +102,40 @@ def test_the_incumbent_is_where_the_next_one_begins(executor: TrialExecutor) -> 
     first, second = executor.run(candidate(0)), executor.run(candidate(1, "scheduler.max_num_seqs=3"))
     assert first.facts["runs"][0]["rate_per_s"] == 50.0
     assert second.facts["runs"][0]["rate_per_s"] == first.rate_per_s > 50.0
+
+
+@pytest.fixture
+def disturb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the runs with these numbers, from 0, be measured on a busy machine."""
+    def disturb(*numbers: int) -> None:
+        count = itertools.count()
+
+        async def measured(*arguments: Any, **named: Any) -> Measurement:
+            found = await measure.measure(*arguments, **named)
+            return replace(found, problems=(Problem.machine_busy,) if next(count) in numbers else ())
+
+        monkeypatch.setattr(tuner_executor, "measure", measured)
+    return disturb
+
+
+def test_a_run_that_is_disturbed_is_made_again_on_new_arrivals(executor: TrialExecutor, disturb: Callable[..., None]
+                                                               ) -> None:
+    disturb(0, 2)
+    outcome = executor.run(candidate(7))
+    first, again, second, second_again = outcome.facts["runs"][:4]
+    assert outcome.ending is Ending.measured and outcome.rate_per_s > 0
+    assert first["rate_per_s"] == again["rate_per_s"] < second["rate_per_s"] == second_again["rate_per_s"]
+    assert [bool(run["problems"]) for run in (first, again, second, second_again)] == [True, False] * 2
+    streams = [read_run(executor.runs_folder / run["log"]).stream for run in outcome.facts["runs"]]
+    assert len(set(streams)) == len(streams)
+
+
+def test_a_run_that_is_disturbed_twice_makes_its_trial_invalid(executor: TrialExecutor, disturb: Callable[..., None]
+                                                               ) -> None:
+    disturb(0, 2, 3)
+    outcome = executor.run(candidate(7))
+    assert outcome.ending is Ending.invalid and outcome.rate_per_s == executor.incumbent_per_s == 0
+    assert len(outcome.facts["runs"]) == 4 and outcome.facts["problems"] == [Problem.machine_busy.value]
 
 
 @pytest.fixture

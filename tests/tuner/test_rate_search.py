@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.tuner.rate_search import HOLDING_SHARE, LOSING_SHARE, Allowance, RateSearch
+from servekit.tuner.rate_search import HOLDING_SHARE, LOSING_SHARE, NARROWING_SHARE, Allowance, RateSearch
 from servekit.tuner.slo import parse_slo
 
 RATES = st.floats(0.01, 1000.0)
@@ -126,7 +127,8 @@ def run_in_time(search: RateSearch, threshold_per_s: float, slowness: float) -> 
 
 def test_an_allowance_is_a_share_of_the_search_and_knows_the_stricter_promise() -> None:
     allowance = allowance_of(720.0)
-    assert (allowance.losing_s, allowance.most_s) == (720 * LOSING_SHARE, 720 * HOLDING_SHARE)
+    assert (allowance.losing_s, allowance.narrowing_s, allowance.most_s) == (
+        720 * LOSING_SHARE, 720 * NARROWING_SHARE, 720 * HOLDING_SHARE)
     assert (allowance.requests_to_fail, allowance.requests_to_hold) == (TO_FAIL, TO_HOLD)
     assert allowance.shortest_s(2.0, holds=False) == TO_FAIL / 2 < allowance.shortest_s(2.0, holds=True) == TO_HOLD / 2
     assert allowance.lowest_per_s == TO_HOLD / 360
@@ -160,8 +162,9 @@ def test_nobody_takes_more_than_the_most_but_for_the_first_run(start_per_s: floa
 
 @given(start_per_s=st.floats(1.0, 1000.0), ratio=st.floats(1.0, 5.0))
 def test_time_enough_changes_nothing(start_per_s: float, ratio: float) -> None:
-    """Eight runs at the first rate fit into half of the search."""
-    unlimited, limited = RateSearch(start_per_s), RateSearch(start_per_s, allowance=allowance_of(16 * TO_HOLD))
+    """Eight runs at the first rate fit into the time for narrowing."""
+    allowance = allowance_of(8 * TO_HOLD / NARROWING_SHARE)
+    unlimited, limited = RateSearch(start_per_s), RateSearch(start_per_s, allowance=allowance)
     assert run_in_time(limited, start_per_s * ratio, 1.0)[0] == run(
         unlimited, lambda rate: rate <= start_per_s * ratio)
     assert not limited.is_out_of_time
@@ -180,3 +183,18 @@ def test_having_lost_within_the_runs_allowed_is_no_want_of_time() -> None:
     three, four = (RateSearch(100.0, max_losing_runs=count, allowance=allowance_of(10.0)) for count in (3, 4))
     assert len(run_in_time(three, 0.0, 1.0)[0]) == len(run_in_time(four, 0.0, 1.0)[0]) == 3
     assert not three.is_out_of_time and four.is_out_of_time
+
+
+def test_the_way_up_takes_longer_steps_after_the_first() -> None:
+    assert run(RateSearch(1.0), lambda rate: rate < 5.0)[:5] == pytest.approx([1, 1.3, 1.3 ** 3, 1.3 ** 5, 1.3 ** 7])
+
+
+@given(start_per_s=RATES, ratio=st.floats(1.0, 20.0), search_s=st.floats(1.0, 1e4))
+def test_the_way_up_may_take_longer_than_the_narrowing(start_per_s: float, ratio: float, search_s: float) -> None:
+    search = RateSearch(start_per_s, allowance=allowance_of(search_s))
+    tried, took = run_in_time(search, start_per_s * ratio, 1.0)
+    num_up = next((place + 1 for place, rate in enumerate(tried) if rate > start_per_s * ratio), len(tried))
+    assert num_up == len(tried) or sum(took) <= search.allowance.narrowing_s
+    assert num_up == 1 or sum(took[:num_up]) <= search.allowance.most_s
+    if search.failed_per_s is None and len(tried) < search.max_runs:
+        assert sum(took) + TO_HOLD / (search.held_per_s * search.factor ** min(len(tried), 2)) > search.allowance.most_s
