@@ -42,7 +42,8 @@ that come with servekit: batch, chat, code, rag, smooth (conf/slo/).
     storage: null                       or the URL of a database that several machines share
     trial_timeout_s: 3600               after which another machine takes a trial for lost
   compare: [rule_of_thumb, random]      whom to measure beside the default in the end; nobody, if left out. random:
-                                        the best of a random search, which takes as long again as the search did
+                                        the best of a random search, which takes as long again as the search did; the
+                                        confirmation may then take half as long again
   folder: tuning                        where everything is kept; the same command goes on with what is there
 
 Another server, which takes its knobs as flags or from a file, instead of servekit's own engine (base is left aside):

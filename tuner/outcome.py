@@ -171,7 +171,7 @@ def _confirm(settings: Settings, executor: TrialExecutor, finalists: Sequence[Fi
                   f"{plan.least_s / 60:.1f} min, more if a candidate fails at first, on arrivals that the search never "
                   "used", highlight=False, soft_wrap=True)
 
-    rivals_s = settings.budget.rival_s * sum(finalist.role in settings.compare for finalist in finalists)
+    rivals_s = _rivals_s(settings, finalists)
 
     def may_begin_round(entered: Sequence[Entrant]) -> bool:
         return left_s() + rivals_s > round_s(entered, rules, start_s, warmup_requests, _ENGINE_START_S)
@@ -184,6 +184,11 @@ def _confirm(settings: Settings, executor: TrialExecutor, finalists: Sequence[Fi
                           f"{progress.num_runs})", highlight=False)
 
     return Confirmation(settings.slo, finalists, executor, rules, show_progress, may_begin_round).run()
+
+
+def _rivals_s(settings: Settings, finalists: Sequence[Finalist]) -> float:
+    """Time for those whom the winner is compared with, and who are not there under another name."""
+    return settings.budget.rival_s * sum(finalist.role in settings.compare for finalist in finalists)
 
 
 def _attack(settings: Settings, subject: Subject, confirmed: Confirmed,

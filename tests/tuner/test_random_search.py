@@ -19,7 +19,7 @@ from servekit.tuner import settings
 from servekit.tuner.command import RANDOM, Clock, _search_at_random
 from servekit.tuner.confirmation import Finalist
 from servekit.tuner.judgement import Role
-from servekit.tuner.outcome import _finalists
+from servekit.tuner.outcome import _finalists, _rivals_s
 from servekit.tuner.settings import Settings, read_settings
 from servekit.tuner.space import Knob, Ladder, Space
 from servekit.tuner.study import Identity, Origin, Trial, TuningStudy, open_study
@@ -144,6 +144,8 @@ def test_it_is_measured_again_unless_it_is_there_under_another_name(tmp_path: Pa
         same = Finalist("random", Role.random, tuning.assemble([f"{SEQS}={tuned}"]), 1.0)
         assert names(_finalists(tuning, study, other))[-2:] == ["default", "random"]
         assert "random" not in names([*_finalists(tuning, study, same), *_finalists(tuning, study, default)])
+        assert _rivals_s(tuning, _finalists(tuning, study, other)) == tuning.budget.rival_s == 20 * 60 * 0.4 / 2
+        assert _rivals_s(tuning, _finalists(tuning, study, same)) == 0.0
 
 
 def names(finalists: Sequence[Finalist]) -> list[str]:
