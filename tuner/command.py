@@ -186,14 +186,21 @@ def _enqueue_known(settings: Settings, study: TuningStudy) -> None:
     """The base configuration first, then what the craft starts from."""
     study.enqueue(settings.base, Origin.base)
     if settings.server is None:
-        with suppress(ConfigError):  # It may be outside a search space of the user's own.
-            study.enqueue(settings.assemble(RULE_OF_THUMB), Origin.rule_of_thumb)
+        for origin, overrides in ((Origin.rule_of_thumb, RULE_OF_THUMB), (Origin.recipe, SHORT_STEPS),
+                                  (Origin.recipe, LARGE_STEPS)):
+            with suppress(ConfigError):  # It may be outside a search space of the user's own.
+                study.enqueue(settings.assemble(overrides), origin)
 
 
 RULE_OF_THUMB = ("scheduler.max_num_seqs=128", "scheduler.max_step_tokens=512", "scheduler/batching=continuous",
                  "scheduler/policy=fifo", "scheduler/prefill=chunked", "scheduler.prefill.chunk_tokens=256",
                  "scheduler/prefix_cache=hash")
 """Where practitioners begin: a large batch, continuous, chunks of 256, a prefix cache."""
+SHORT_STEPS = ("scheduler.max_num_seqs=64", "scheduler.max_step_tokens=128", "scheduler/prefill=splitfuse")
+"""One end of what the craft trades: no step is long, so that nobody who reads along is held up (Dynamic SplitFuse)."""
+LARGE_STEPS = ("scheduler.max_num_seqs=1024", "scheduler.max_step_tokens=2048", "scheduler/prefill=chunked",
+               "scheduler.prefill.chunk_tokens=1024")
+"""The other end: the weights are read once for many tokens."""
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

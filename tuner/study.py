@@ -71,6 +71,7 @@ class Origin(Enum):
 
     base = "base"
     rule_of_thumb = "rule_of_thumb"
+    recipe = "recipe"
     sampler = "sampler"
     simulator = "simulator"
     shortlist = "shortlist"

@@ -16,8 +16,10 @@ from rich.console import Console
 from servekit.config.compose import compose_serve
 from servekit.config.schema import Config
 from servekit.tuner import settings
-from servekit.tuner.command import RANDOM, Clock, _search_at_random
+from servekit.tuner.command import LARGE_STEPS, RANDOM, SHORT_STEPS, Clock, _enqueue_known, _search_at_random
 from servekit.tuner.confirmation import Finalist
+from servekit.tuner.default_space import Facts
+from servekit.tuner.grammar import parse_space
 from servekit.tuner.judgement import Role
 from servekit.tuner.outcome import _finalists, _rivals_s
 from servekit.tuner.settings import Settings, read_settings
@@ -160,3 +162,14 @@ def test_its_time_is_not_taken_from_the_budget(monkeypatch: pytest.MonkeyPatch) 
     with clock.stopped():
         now_s[0] += 1000.0
     assert clock.left_s() == 40.0
+
+
+def test_what_the_craft_begins_with_is_within_the_default_space_and_comes_first(tmp_path: Path) -> None:
+    """None of it is left out, unless the space is the user's own."""
+    tuning = read(tmp_path, "base={model: {source: 'dummy:tiny'}}")
+    assert isinstance(tuning.base, Config)
+    space = parse_space("default", tuning.base, Facts(cores=2, is_gpu=False, max_model_len=2048))
+    with open_study(tuning.folder, tuning.study, IDENTITY, space, ("ttft.p90",), tuning.assemble) as study:
+        _enqueue_known(tuning, study)
+        asked = [candidate.config for candidate in (study.ask(), study.ask(), study.ask()) if candidate is not None]
+    assert asked == [tuning.base, tuning.assemble(SHORT_STEPS), tuning.assemble(LARGE_STEPS)], "the base is the rule"
