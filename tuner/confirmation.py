@@ -6,7 +6,8 @@ same requests, and beside the leading candidate, unless it has just failed, the 
 rate: the two are a pair.
 
 - A candidate that fails at its rate steps down, in a new round with new arrivals, until it holds or is given up; then
-  up again, halfway to where it failed, until the two are a step apart. Steps in one direction become longer.
+  up again, halfway to where it failed, until the two are a step apart. Steps in one direction become longer, and so
+  they do when another candidate fails: what one has had too much of is luck, and the search chose them all for that.
 - Only the candidate with the highest rate is measured: once it holds there, no other can be better. Until one has held,
   or is down where the default is, nobody else is measured at a rate of their own: what matters most comes first.
 - The default also steps up while it holds. What the winner is compared with must not be too low.
@@ -72,7 +73,7 @@ class Rules:
     """Of each run, by its rate."""
     step: float = 0.07
     """By which a rate is lowered where it first failed, as a share of it. The next step is twice as long."""
-    max_rounds: int = 8
+    max_rounds: int = 16
     max_attempts: int = 2
     """At one run, if its measurement is bad."""
 
@@ -128,7 +129,7 @@ class Climb:
     failure: str | None = None
     """Why it is out: its engine failed."""
     num_steps: int = 0
-    """That it has gone, the first measurement at its own rate included."""
+    """That it has gone, the first measurement at its own rate included; failures of other candidates count as well."""
 
     @property
     def next_per_s(self) -> float | None:
@@ -310,6 +311,7 @@ class Confirmation:
                 runs += [] if second is None else [second]
         for entrant, runs in measured:
             self._note(entrant, runs)
+        self._warn_the_others(measured)
 
     def _is_beside_a_failure(self, entrant: Entrant, measured: Sequence[tuple[Entrant, Sequence[LoggedRun]]]) -> bool:
         """Whether the default is there only for the sake of a leader that has just failed at this rate."""
@@ -333,6 +335,14 @@ class Confirmation:
         has_held = bool(runs) and holds(self.slo, runs)
         if runs and (len(runs) == RUNS_PER_RATE or not has_held):
             self._climb(entrant).note(entrant.rate_per_s, has_held)
+
+    def _warn_the_others(self, measured: Sequence[tuple[Entrant, Sequence[LoggedRun]]]) -> None:
+        """Of a candidate's failure, so that the next one to fail goes further down."""
+        failed = [entrant.finalist for entrant, runs in measured
+                  if entrant.finalist.role is Role.tuned and runs and not holds(self.slo, runs)]
+        for climb in self._climbs:
+            if climb.finalist.role is Role.tuned and failed and climb.finalist not in failed:
+                climb.num_steps += 1
 
     def _measure(self, entrant: Entrant, stream: str, progress: Progress) -> LoggedRun | None:
         """A good run, or None: the finalist is out."""

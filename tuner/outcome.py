@@ -126,7 +126,7 @@ def _finalists(settings: Settings, study: TuningStudy, random: Finalist | None) 
              for trial in best]
     lowest_per_s = min((trial.rate_per_s for trial in study.shortlist(_FINALISTS)),
                        default=1.0 if random is None else random.rate_per_s)
-    default = Finalist("default", Role.default, settings.base, _rate_of(study, base_hash) or lowest_per_s)
+    default = Finalist("default", Role.default, settings.base, _first_rate_of(study, base_hash) or lowest_per_s)
     others = [*_rule_of_thumb(settings, study, lowest_per_s),
               *([] if random is None else [random])]
     # A configuration is measured once, under the name that says most of it.
@@ -148,10 +148,15 @@ def finalist_of(settings: Settings, study: TuningStudy, trial: Trial, name: str,
     return Finalist(name, role, settings.assemble(overrides), rate_per_s, overrides)
 
 
-def _rate_of(study: TuningStudy, wanted_hash: str) -> float:
-    """What the search found for a configuration; 0 if nothing."""
+def _first_rate_of(study: TuningStudy, wanted_hash: str) -> float:
+    """What the search found for a configuration, or the lowest rate at which it broke something; 0: it tells neither.
+
+    What holds nothing that was tried is not begun with where others hold: it would only fail there again.
+    """
     trial = _trial_of(study, wanted_hash)
-    return 0.0 if trial is None else trial.rate_per_s
+    if trial is None or trial.ending is not Ending.measured:
+        return 0.0
+    return trial.rate_per_s or min((run["rate_per_s"] for run in trial.facts["runs"]), default=0.0)
 
 
 def _trial_of(study: TuningStudy, wanted_hash: str) -> Trial | None:

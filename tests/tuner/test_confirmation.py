@@ -161,6 +161,14 @@ def test_when_the_leader_falls_the_next_one_is_measured(tmp_path: Path) -> None:
     assert failed.rates[0].num_runs == 1, "who failed on the way there is not measured on the way back"
 
 
+def test_a_candidates_failure_makes_the_steps_of_the_others_longer(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, lambda config: 4.0)
+    confirm(engine, finalist("trial 3", 16, 9.0), finalist("trial 5", 32, 9.0), DEFAULT)
+    calls = [(seqs, rate) for seqs, rate, _ in engine.calls if seqs != 8][:4]
+    assert [seqs for seqs, _ in calls] == [16, 32, 16, 32]
+    assert [rate for _, rate in calls] == pytest.approx([9.0, 9.0, 9.0 * 0.86, 9.0 * 0.72])
+
+
 def test_the_default_wins_a_tie_and_then_the_ratio_is_one(tmp_path: Path) -> None:
     engine = FakeEngine(tmp_path, lambda config: 10.0)
     judgement = confirm(engine, finalist("trial 1", 16, 3.0), finalist("default", 8, 3.0, Role.default)).judgement

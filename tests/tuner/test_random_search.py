@@ -150,6 +150,14 @@ def test_it_is_measured_again_unless_it_is_there_under_another_name(tmp_path: Pa
         assert _rivals_s(tuning, _finalists(tuning, study, same)) == 0.0
 
 
+def test_a_default_that_held_nothing_begins_where_it_failed_last(tmp_path: Path) -> None:
+    tuning, executor = read(tmp_path), MadeUp(most_seqs=4)
+    with searched(tuning, executor) as study:
+        finalists = _finalists(tuning, study, None)
+        assert min(trial.rate_per_s for trial in study.shortlist(3)) < 1.0, "that is not why"
+    assert [found.rate_per_s for found in finalists if found.role is Role.default] == [1.0]
+
+
 def names(finalists: Sequence[Finalist]) -> list[str]:
     return [finalist.name for finalist in finalists]
 
