@@ -177,7 +177,9 @@ def _ratio_lines(judgement: Judgement) -> Iterator[str]:
     if default is None or ratio is None:
         return
     if default.confirmed_per_s is None:
-        yield "the default held at no rate that was tried"
+        bound = "" if ratio.low is None else (f"; the lowest is {default.failed_per_s:.3g} requests per second, so the "
+                                              f"confirmed rate is more than {ratio.low:.2f} times its own")
+        yield f"the default held at no rate that was tried{bound}"
     else:
         low = "an unknown factor" if ratio.low is None else f"{ratio.low:.2f}"
         high = "no known factor" if ratio.high is None else f"{ratio.high:.2f}"

@@ -111,3 +111,12 @@ def test_results_name_the_rate_the_bounds_and_the_default(tmp_path: Path) -> Non
     assert lines[1].startswith("ttft.p95: ") and "95 % confidence" in lines[1]
     assert lines[-1] == ("the default was confirmed at 2.5 requests per second: 2.40 times as many, at least 1.00, at "
                          "most no known factor")
+
+
+def test_a_default_that_holds_nothing_gives_the_factor_a_lower_bound(tmp_path: Path) -> None:
+    finalists = (Finalist("trial 1", Role.tuned, config_with(16), 6.0),
+                 Finalist("default", Role.default, config_with(8), 2.5))
+    engine = FakeEngine(tmp_path, lambda config: 10.0 if config.scheduler.max_num_seqs == 16 else 1.0)
+    lines = results_of(Confirmation(SLO, finalists, engine, Rules(RunLength(100, 0.0), max_rounds=2)).run().judgement)
+    assert lines[-1] == ("the default held at no rate that was tried; the lowest is 2.5 requests per second, so the "
+                         "confirmed rate is more than 2.40 times its own")
