@@ -6,6 +6,7 @@
                          its certificate is read
     out=FILE             what is found; device.json beside this script if not given
     only=PART,PART       of trials and compare; what the file says of the others stays
+    objectives=NAME,…    of smooth, chat and code, for the part compare; what the file says of the others stays
     configurations=12    of the part trials: drawn at random, each measured hot and cold
     minutes=20           budget of each `servekit tune`; its random search takes as long as its search again
     tune="KEY=VALUE …"   more words for every tuning file, such as a model that is already on the disk
@@ -201,18 +202,18 @@ def predictions(bench: Bench, found: Sequence[MeasuredTrial]) -> dict[str, Any]:
 
 # --- tuned against the others -----------------------------------------------------------------------------------------
 
-def compare(folder: Path, minutes: float) -> dict[str, Any]:
-    return {objective: compared(objective, folder, minutes) for objective in OBJECTIVES}
+def compare(folder: Path, minutes: float, objectives: Sequence[str]) -> dict[str, Any]:
+    return {objective: compared(objective, folder, minutes) for objective in objectives}
 
 
 def compared(objective: str, folder: Path, minutes: float) -> dict[str, Any]:
     """What the certificate of one objective says."""
-    words = [f"budget.minutes={minutes:g}", f"folder={folder / objective}", "compare=[rule_of_thumb,random]",
-             *words_for(objective)]
+    words = [f"budget.minutes={minutes:g}", "compare=[rule_of_thumb,random]", *words_for(objective)]
+    command = ["tune", objective, *words, f"folder={folder / objective}"]
     path = folder / objective / CERTIFICATE
     if not path.exists():
-        progress(f"servekit tune {shlex.join([objective, *words])}")
-        status = subprocess.run([sys.executable, "-m", "servekit", "tune", objective, *words], check=False).returncode
+        progress(f"servekit {shlex.join(command)}")
+        status = subprocess.run([sys.executable, "-m", "servekit", *command], check=False).returncode
         if status not in (ExitCode.ok, ExitCode.nothing_holds):
             raise SystemExit(f"servekit tune {objective} ended with status {status}")
     if not path.exists():
@@ -252,6 +253,8 @@ def comparison_rows(found: dict[str, Any]) -> Iterator[list[str]]:
         ratio = row.get("ratio") or {}
         bounds = "–".join("?" if ratio.get(end) is None else f"{ratio[end]:.2f}" for end in ("low", "high"))
         value = "" if ratio.get("value") is None else f"{ratio['value']:.2f} ({bounds})"
+        if not value and ratio.get("low") is not None:
+            value = f"more than {ratio['low']:.2f}"
         yield [objective, *(rate_text(best_of(row["finalists"], role)) for role in ROLES), str(row["winner"]), value]
 
 
@@ -271,12 +274,13 @@ def show(found: dict[str, Any]) -> None:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    figure, (warmth, simulator, rates) = plt.subplots(1, 3, figsize=(16, 4.6))
+    num_panels = 2 * (TRIALS in found) + (COMPARE in found)
+    figure, panels = plt.subplots(1, num_panels, figsize=(5.3 * num_panels, 4.6), squeeze=False)
     if part := found.get(TRIALS):
-        draw_trials(warmth, simulator, part)
+        draw_trials(*panels[0][:2], part)
     if part := found.get(COMPARE):
-        draw_rates(rates, part)
-    for axes in (warmth, simulator, rates):
+        draw_rates(panels[0][-1], part)
+    for axes in panels[0]:
         axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -306,10 +310,16 @@ def draw_rates(axes: Axes, part: dict[str, Any]) -> None:
             best = best_of(row["finalists"], role) or {"confirmed_per_s": None, "failed_per_s": None}
             held = nan if best["confirmed_per_s"] is None else best["confirmed_per_s"]
             above = nan if best["failed_per_s"] is None else best["failed_per_s"] - held
-            axes.bar(number + (place - (len(ROLES) - 1) / 2) * width, held, width, color=COLOURS[role],
-                     yerr=[[0.0], [above]], capsize=3, label=role.replace("_", " ") if number == 0 else None)
+            x = number + (place - (len(ROLES) - 1) / 2) * width
+            axes.bar(x, held, width, color=COLOURS[role], yerr=[[0.0], [above]], capsize=3,
+                     label=role.replace("_", " ") if number == 0 else None)
+            if best["confirmed_per_s"] is None and best["failed_per_s"] is not None:
+                axes.plot(x, best["failed_per_s"], "v", color=COLOURS[role])
+    axes.set_xlim(-0.5, len(part) - 0.5)
+    axes.margins(y=0.25)
     axes.set_xticks(range(len(part)), list(part))
-    axes.set(xlabel="objective", ylabel="highest rate confirmed, requests/s\n(whisker: the lowest that failed)",
+    axes.set(xlabel="objective", ylabel="highest rate confirmed, requests/s\n(whisker: the lowest that failed;\n"
+                                        "triangle: the same, where none held)",
              title="equal time for search and random search")
     axes.legend(fontsize=8)
 
@@ -326,7 +336,8 @@ def main() -> None:
         found[TRIALS] = trials(folder, int(given.get("configurations", "12")))
         write("device", found)
     if COMPARE in parts:
-        found[COMPARE] = compare(folder, float(given.get("minutes", "20")))
+        objectives = given.get("objectives", ",".join(OBJECTIVES)).split(",")
+        found[COMPARE] = found.get(COMPARE, {}) | compare(folder, float(given.get("minutes", "20")), objectives)
     plot = write("device", found)
     show(found)
     draw(found, plot)
