@@ -286,14 +286,21 @@ class Confirmation:
         """Measure until the best candidate holds and the default is bracketed, or rounds or time are used up."""
         is_out_of_time = False
         for number in range(1, self.rules.max_rounds + 1):
-            entered = entrants(self._climbs)
-            is_out_of_time = number > 1 and bool(entered) and not self.may_begin_round(entered)
-            if not entered or is_out_of_time:
+            wanted = entrants(self._climbs)
+            entered = wanted if number == 1 else self._in_time(wanted)
+            is_out_of_time |= len(entered) < len(wanted)
+            if not entered:
                 break
             self._round(number, entered)
         failures = {climb.finalist.name: climb.failure for climb in self._climbs if climb.failure is not None}
         return Confirmed(tuple(self.finalists), tuple(self._runs), failures,
                          judge(self.slo, roles_of(self.finalists), read_all(self._runs)), is_out_of_time)
+
+    def _in_time(self, wanted: Sequence[Entrant]) -> Sequence[Entrant]:
+        """Those for whom there is time: all, or the leader alone, without whom nothing is confirmed; or nobody."""
+        leader = leader_of(self._climbs)
+        alone = [entrant for entrant in wanted if leader is not None and entrant.finalist is leader.finalist]
+        return next((some for some in (wanted, alone) if some and self.may_begin_round(some)), ())
 
     def _round(self, number: int, entered: Sequence[Entrant]) -> None:
         """There and back. Whoever failed on the way there is decided, and is measured again only as half of a pair."""

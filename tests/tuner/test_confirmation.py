@@ -265,3 +265,13 @@ def test_no_new_round_begins_without_time(tmp_path: Path) -> None:
 def test_names_tell_finalists_apart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one name"):
         Confirmation(SLO, (BEST, BEST), FakeEngine(tmp_path, capacity), RULES)
+
+
+def test_where_there_is_no_time_for_a_pair_the_leader_is_measured_alone(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    confirmation = Confirmation(SLO, (finalist("trial 9", 16, 12.0), DEFAULT), engine, RULES,
+                                may_begin_round=lambda entered: len(entered) == 1)
+    confirmed = confirmation.run()
+    assert confirmed.judgement.winner == "trial 9" and confirmed.is_out_of_time
+    winning = confirmed.judgement.find("trial 9").confirmed_per_s
+    assert [seqs for seqs, rate, _ in engine.calls if rate == winning] == [16, 16]
