@@ -107,8 +107,8 @@ def _trials(settings: Settings, runs: PlannedRuns) -> list[str]:
             "none holds anything, more where a run is soon seen to fail beside a better one"
             f"{'' if limit is None else f'; no more than {limit}, as budget.trials says'}",
             f"of {search_s / 60:.1f} minutes for the search, a configuration that holds nothing gets about "
-            f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), one that holds up to {allowance.most_s:.0f} s, of which "
-            f"{allowance.narrowing_s:.0f} s until it is known between which rates it fails; no rate below "
+            f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), one that holds up to {allowance.most_s:.0f} s on the "
+            f"way up, {allowance.narrowing_s:.0f} s where it is narrowed down after that; no rate below "
             f"{min(runs.start_per_s, allowance.lowest_per_s):.2f} req/s is tried, where one run would take longer"]
 
 

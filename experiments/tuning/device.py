@@ -329,6 +329,10 @@ def main() -> None:
     if "folder" not in given:
         sys.exit(__doc__)
     folder, parts = Path(given["folder"]), given.get("only", f"{TRIALS},{COMPARE}").split(",")
+    objectives = given.get("objectives", ",".join(OBJECTIVES)).split(",")
+    for key, words, known in (("only", parts, (TRIALS, COMPARE)), ("objectives", objectives, OBJECTIVES)):
+        if unknown := set(words) - set(known):
+            sys.exit(f"{key}={','.join(sorted(unknown))}: must be of {', '.join(known)}")
     out = Path(given.get("out", HERE / "device.json"))
     before = json.loads(out.read_text()) if out.exists() else {}
     found = {part: before[part] for part in (TRIALS, COMPARE) if part in before}
@@ -336,7 +340,6 @@ def main() -> None:
         found[TRIALS] = trials(folder, int(given.get("configurations", "12")))
         write("device", found)
     if COMPARE in parts:
-        objectives = given.get("objectives", ",".join(OBJECTIVES)).split(",")
         found[COMPARE] = found.get(COMPARE, {}) | compare(folder, float(given.get("minutes", "20")), objectives)
     plot = write("device", found)
     show(found)
