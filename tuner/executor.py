@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import ceil, inf
+from math import ceil, inf, sqrt
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -179,18 +179,19 @@ class TrialExecutor:
     # --- one trial ---
 
     def rate_search(self) -> RateSearch:
-        """A search that begins where the incumbent holds. Until there is one, how bad a configuration is matters."""
+        """A search against the incumbent. Until there is one, how bad a configuration is matters."""
         if self.incumbent_per_s > 0:
-            return RateSearch(self.incumbent_per_s, allowance=self.allowance)
+            return RateSearch.against(self.incumbent_per_s, self.start_per_s, self.allowance)
         return RateSearch(self.start_per_s, max_losing_runs=_RUNS_WITHOUT_INCUMBENT, allowance=self.allowance)
 
     def _learn(self, rate_per_s: float, facts: Mapping[str, Any]) -> None:
-        """The next search begins at the best rate that any has held. Until one has, it begins below the rates at which
-        others have failed, down to the lowest that is worth trying: anything that holds is worth more than a high rate.
+        """The next search is against the best rate that any has held. Until one has, it begins halfway, by factors,
+        between where this one began and what is below the rates at which it failed: the next may be much better.
         """
         self.incumbent_per_s = max(self.incumbent_per_s, rate_per_s)
         if self.incumbent_per_s == 0:
-            self.start_per_s = min(self.start_per_s, max(facts["lower_per_s"], self.allowance.lowest_per_s))
+            lower_per_s = max(facts["lower_per_s"], self.allowance.lowest_per_s)
+            self.start_per_s = min(self.start_per_s, sqrt(self.start_per_s * lower_per_s))
 
     def _prepare(self, config: Configuration, cold: bool) -> Warm:
         started_s = time.monotonic()

@@ -70,22 +70,36 @@ class RateSearch:
     """
 
     start_per_s: float
-    """The first rate to try: where the incumbent holds, so that one short run rules out most of what is worse."""
+    """The first rate to try."""
     factor: float = 1.3
     """Step while only one side of the bracket is known."""
     tolerance: float = 0.08
     """The search ends when the bracket is this narrow, as a share."""
     max_runs: int = 8
     max_losing_runs: int = 3
-    """Runs for a configuration that fails where it starts: how bad it is need not be known exactly."""
+    """Runs for a configuration that fails where the incumbent holds, or where it starts if there is none: how bad it is
+    need not be known exactly."""
     allowance: Allowance = Allowance()
     """What the runs may take. The first one is made in any case: without one nothing is known."""
+    incumbent_per_s: float = 0.0
+    """What another configuration holds: the way down from the start does not pass it by. 0: nobody's."""
     held_per_s: float = 0.0
     """Highest rate that held; 0: none yet."""
     failed_per_s: float | None = None
     """Lowest rate that failed."""
     _rates: list[float] = field(default_factory=list)
     _taken_s: float = 0.0
+
+    @classmethod
+    def against(cls, incumbent_per_s: float, usual_per_s: float, allowance: Allowance) -> RateSearch:
+        """A search that begins where the incumbent holds, so that one short run rules out most of what is worse.
+
+        Where that is far below the rate that a configuration is expected to hold, it begins halfway, by factors: a run
+        that fails is short, and one that holds at a very low rate would be long and say little.
+        """
+        halfway_per_s = sqrt(incumbent_per_s * usual_per_s)
+        is_far = halfway_per_s > incumbent_per_s * cls.factor ** _STEPS_DOWN
+        return cls(halfway_per_s if is_far else incumbent_per_s, allowance=allowance, incumbent_per_s=incumbent_per_s)
 
     @property
     def lowest_tried_per_s(self) -> float:
@@ -95,7 +109,8 @@ class RateSearch:
     @property
     def lower_per_s(self) -> float:
         """The next rate below those that were tried."""
-        return self.lowest_tried_per_s / self.factor ** _STEPS_DOWN
+        lower_per_s = self.lowest_tried_per_s / self.factor ** _STEPS_DOWN
+        return max(lower_per_s, self.incumbent_per_s) if self._is_above_incumbent else lower_per_s
 
     @property
     def losing_left_s(self) -> float:
@@ -136,10 +151,14 @@ class RateSearch:
             return None
         return sqrt(self.held_per_s * self.failed_per_s)
 
+    @property
+    def _is_above_incumbent(self) -> bool:
+        return self.lowest_tried_per_s > self.incumbent_per_s
+
     def _allows(self, rate_per_s: float) -> bool:
         return self.allowance.allows(rate_per_s, self._taken_s, self.held_per_s > 0, self.failed_per_s is not None)
 
     @property
     def _run_limit(self) -> int:
-        starts_badly = self.failed_per_s is not None and self.failed_per_s <= self.start_per_s
-        return self.max_losing_runs if starts_badly else self.max_runs
+        is_losing = self.failed_per_s is not None and self.failed_per_s <= (self.incumbent_per_s or self.start_per_s)
+        return self.max_losing_runs if is_losing else self.max_runs

@@ -1,13 +1,15 @@
-"""What the studies of the tuner share: an engine that is simulated, and how results are written and shown."""
+"""What the studies of the tuner share: a simulated engine, a tuning on a real one, how results are written and shown."""
 
 from __future__ import annotations
 
 import json
 import platform
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from servekit.load.records import RequestRecord
 from servekit.sim.engine_model import EngineModel
 from servekit.sim.fitted import FittedStepTime
 from servekit.sim.simulation import Simulation
+from servekit.tuner.certificate import NAME as CERTIFICATE
+from servekit.tuner.certificate import read_certificate
+from servekit.tuner.command import ExitCode
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.settings import Settings, find_file, read_settings
 
@@ -51,6 +56,41 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 def progress(text: str) -> None:
     print(f"{time.process_time():5.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def tuning(objective: str, words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """What the certificate of `servekit tune OBJECTIVE WORDS` says; one that the folder has is read, not made again.
+
+    Raises SystemExit if the tuning ends in any other way than with a verdict.
+    """
+    path = folder / CERTIFICATE
+    if not path.exists():
+        command = ["tune", objective, *words, f"folder={folder}"]
+        progress(f"servekit {shlex.join(command)}")
+        status = subprocess.run([sys.executable, "-m", "servekit", *command], check=False).returncode
+        if status not in (ExitCode.ok, ExitCode.nothing_holds):
+            raise SystemExit(f"servekit tune {objective} ended with status {status}")
+    if not path.exists():
+        return {"words": list(words), "finalists": [], "winner": None}
+    judgement = read_certificate(path).judgement
+    return {"words": list(words), "winner": judgement.winner,
+            "ratio": None if judgement.ratio is None else asdict(judgement.ratio),
+            "finalists": [{"name": found.name, "role": found.role.value, "confirmed_per_s": found.confirmed_per_s,
+                           "failed_per_s": found.failed_per_s} for found in judgement.finalists]}
+
+
+def best_of(finalists: Sequence[dict[str, Any]], role: str) -> dict[str, Any] | None:
+    """Of a role's finalists, the one that was confirmed at the highest rate."""
+    own = [finalist for finalist in finalists if finalist["role"] == role]
+    return max(own, key=lambda finalist: finalist["confirmed_per_s"] or 0.0, default=None)
+
+
+def rate_text(finalist: dict[str, Any] | None) -> str:
+    if finalist is None:
+        return "no finalist"
+    held, failed = finalist["confirmed_per_s"], finalist["failed_per_s"]
+    held_text = "none" if held is None else f"{held:.2f}"
+    return held_text if failed is None else f"{held_text} (not {failed:.2f})"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ import matplotlib
 import optuna
 
 matplotlib.use("Agg")
-from common import HERE, arguments, print_table, progress, write
+from common import HERE, arguments, best_of, print_table, progress, rate_text, tuning, write
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from rich.console import Console
@@ -45,9 +44,6 @@ from servekit.engine.messages import EngineFacts
 from servekit.sim.fitted import TimedStep
 from servekit.tuner.adviser import Adviser, Comparison, TrackRecord
 from servekit.tuner.baseline import START_SHARE, Baseline, look_at_base
-from servekit.tuner.certificate import NAME as CERTIFICATE
-from servekit.tuner.certificate import read_certificate
-from servekit.tuner.command import ExitCode
 from servekit.tuner.executor import RunLength, TrialExecutor, Warm
 from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.measure import Tolerance
@@ -207,43 +203,11 @@ def compare(folder: Path, minutes: float, objectives: Sequence[str]) -> dict[str
 
 
 def compared(objective: str, folder: Path, minutes: float) -> dict[str, Any]:
-    """What the certificate of one objective says."""
     words = [f"budget.minutes={minutes:g}", "compare=[rule_of_thumb,random]", *words_for(objective)]
-    command = ["tune", objective, *words, f"folder={folder / objective}"]
-    path = folder / objective / CERTIFICATE
-    if not path.exists():
-        progress(f"servekit {shlex.join(command)}")
-        status = subprocess.run([sys.executable, "-m", "servekit", *command], check=False).returncode
-        if status not in (ExitCode.ok, ExitCode.nothing_holds):
-            raise SystemExit(f"servekit tune {objective} ended with status {status}")
-    if not path.exists():
-        return {"words": words, "finalists": [], "winner": None}
-    judgement = read_certificate(path).judgement
-    return {"words": words, "winner": judgement.winner,
-            "ratio": None if judgement.ratio is None else vars_of(judgement.ratio),
-            "finalists": [{"name": found.name, "role": found.role.value, "confirmed_per_s": found.confirmed_per_s,
-                           "failed_per_s": found.failed_per_s} for found in judgement.finalists]}
-
-
-def vars_of(ratio: Any) -> dict[str, float | None]:
-    return {"value": ratio.value, "low": ratio.low, "high": ratio.high}
+    return tuning(objective, words, folder / objective)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
-
-def best_of(finalists: Sequence[dict[str, Any]], role: str) -> dict[str, Any] | None:
-    """Of a role's finalists, the one that was confirmed at the highest rate."""
-    own = [finalist for finalist in finalists if finalist["role"] == role]
-    return max(own, key=lambda finalist: finalist["confirmed_per_s"] or 0.0, default=None)
-
-
-def rate_text(finalist: dict[str, Any] | None) -> str:
-    if finalist is None:
-        return "no finalist"
-    held, failed = finalist["confirmed_per_s"], finalist["failed_per_s"]
-    held_text = "none" if held is None else f"{held:.2f}"
-    return held_text if failed is None else f"{held_text} (not {failed:.2f})"
-
 
 def comparison_rows(found: dict[str, Any]) -> Iterator[list[str]]:
     for objective, row in found.items():

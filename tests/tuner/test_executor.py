@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_what_holds_nowhere_says_which_promise_is_broken(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("unhurried")
-def test_until_something_holds_the_next_one_begins_below_what_has_failed(tmp_path: Path) -> None:
+def test_until_something_holds_the_next_one_begins_lower_but_not_as_low_as_the_last_one_ended(tmp_path: Path) -> None:
     """Its share of the time allows two runs, of which the second is given up; the third would be too low anyway."""
     executor = make_executor(tmp_path, IMPOSSIBLE)
     executor.allowance = Allowance(losing_s=0.4, most_s=60.0, requests_to_fail=8, requests_to_hold=600)
@@ -165,12 +166,16 @@ def test_until_something_holds_the_next_one_begins_below_what_has_failed(tmp_pat
         rates = [run["rate_per_s"] for run in outcome.facts["runs"]]
         assert rates[0] == 50.0 and outcome.ending is Ending.measured and outcome.facts["is_out_of_time"]
         assert outcome.violations["ttft.p50"] > 0
-        assert 10.0 <= executor.start_per_s < min(rates)
+        lower_per_s = max(10.0, outcome.facts["lower_per_s"])
+        assert lower_per_s < min(rates)
+        assert executor.start_per_s == pytest.approx(sqrt(50.0 * lower_per_s))
         expected = executor.start_per_s
         executor.begin(50.0, [trial_of(outcome)])
         assert executor.start_per_s == expected, "the same after an interruption"
-        executor.begin(50.0, [trial_of(outcome), trial_of(replace(outcome, rate_per_s=7.0))])
-        assert executor.rate_search().start_per_s == 7.0, "what holds is a better beginning than what fails"
+        executor.begin(50.0, [trial_of(outcome), trial_of(replace(outcome, rate_per_s=20.0))])
+        assert executor.rate_search().start_per_s == 20.0, "what holds is a better beginning than what fails"
+        executor.begin(50.0, [trial_of(outcome), trial_of(replace(outcome, rate_per_s=2.0))])
+        assert executor.rate_search().start_per_s == pytest.approx(sqrt(2.0 * executor.start_per_s)), "2 is very low"
     finally:
         executor.close()
 

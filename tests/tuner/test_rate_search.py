@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -44,6 +44,29 @@ def test_what_beats_the_incumbent_is_known_within_the_runs_allowed(start_per_s: 
     tried = run(search, lambda rate: rate <= start_per_s * ratio)
     assert len(tried) <= search.max_runs and tried[0] == start_per_s
     assert start_per_s <= search.held_per_s <= start_per_s * ratio < search.held_per_s * search.factor
+
+
+@given(incumbent_per_s=RATES, usual_per_s=RATES, threshold_per_s=RATES)
+def test_a_low_incumbent_is_a_floor_and_not_the_start(incumbent_per_s: float, usual_per_s: float,
+                                                      threshold_per_s: float) -> None:
+    """Whatever holds more than the incumbent is found to; whatever holds less is told after a few runs."""
+    search = RateSearch.against(incumbent_per_s, usual_per_s, Allowance())
+    tried = run(search, lambda rate: rate <= threshold_per_s)
+    is_far = usual_per_s > incumbent_per_s * search.factor ** 4
+    assert tried[0] == (pytest.approx((incumbent_per_s * usual_per_s) ** 0.5) if is_far else incumbent_per_s)
+    assert search.held_per_s <= threshold_per_s
+    if threshold_per_s >= incumbent_per_s and usual_per_s < 1000 * incumbent_per_s:
+        assert search.held_per_s >= incumbent_per_s
+    for higher, lower in pairwise(tried):
+        assert higher > lower or search.held_per_s > 0, "it goes up without having held"
+        assert not higher > incumbent_per_s > lower, "the incumbent's rate is passed by"
+
+
+def test_what_beats_a_low_incumbent_is_known_as_well_as_ever() -> None:
+    search = RateSearch.against(0.25, 4.0, Allowance())
+    tried = run(search, lambda rate: rate <= 0.6)
+    assert tried[:3] == pytest.approx([1.0, 1 / 1.69, 0.7692307692307692]) and len(tried) > search.max_losing_runs
+    assert search.held_per_s <= 0.6 < search.held_per_s * (1 + search.tolerance)
 
 
 @given(start_per_s=RATES, share=st.floats(0.0, 0.999))
