@@ -1,0 +1,100 @@
+"""One objective, and servers of several makes, each with the best of its own knobs. To be run by hand.
+
+    python experiments/tuning/engines.py folder=/tmp/engines \\
+        llama-server="llama-server -m smollm2.gguf -c 16384" \\
+        vllm="python -m vllm.entrypoints.openai.api_server --model smollm2"
+
+    folder=FOLDER        where the studies and their raw logs go; a study that is there goes on, and one that has its
+                         certificate is read
+    NAME="COMMAND"       a server, named as its search space in conf/target/; `--port` is added to its command
+    objective=smooth     a tuning file of conf/slo/
+    minutes=15           for each server, servekit's own among them
+    port=18300           where they listen, one after the other
+    words="KEY=VALUE …"  more words for every tuning file
+    own="KEY=VALUE …"    more words for servekit's own engine, such as a model that is already on the disk
+    out=FILE             what is found; engines.json beside this script if not given; other servers there stay
+
+Same prompts, same arrivals, same time. A server's default is its command as it is; servekit's is its default
+configuration. No server that is absent is guessed at: it is not in the table.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from common import HERE, arguments, best_of, print_table, rate_text, tuning, write
+from matplotlib import pyplot as plt
+
+from servekit.config.errors import ConfigError
+
+OWN = "servekit"
+OPTIONS = ("folder", "objective", "minutes", "port", "words", "own", "out")
+ROLES = {"default": "#8a93a3", "tuned": "#1d3557"}
+
+
+def words_for(server: str, given: dict[str, str]) -> list[str]:
+    """What the tuning file of an objective needs for this server."""
+    usual = [f"budget.minutes={given.get('minutes', '15')}", *shlex.split(given.get("words", ""))]
+    if server == OWN:
+        return usual + shlex.split(given.get("own", ""))
+    port = given.get("port", "18300")
+    return [*usual, "target=openai", f"search={server}", f"url=http://127.0.0.1:{port}",
+            f"start_command={given[server]} --port {port}"]
+
+
+def rows(found: dict[str, Any]) -> Iterator[list[str]]:
+    for server, verdict in found.items():
+        yield [server, *(rate_text(best_of(verdict["finalists"], role)) for role in ROLES), str(verdict["winner"])]
+
+
+def draw(objective: str, found: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(2.2 + 1.6 * len(found), 4.2))
+    width = 0.8 / len(ROLES)
+    for place, (role, colour) in enumerate(ROLES.items()):
+        for number, verdict in enumerate(found.values()):
+            best = best_of(verdict["finalists"], role) or {"confirmed_per_s": None, "failed_per_s": None}
+            held, failed = best["confirmed_per_s"], best["failed_per_s"]
+            x = number + (place - (len(ROLES) - 1) / 2) * width
+            axes.bar(x, nan if held is None else held, width, color=colour, label=role if number == 0 else None)
+            if failed is not None:
+                axes.plot(x, failed, "v", color=colour, markeredgecolor="white")
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set_xlim(-0.5, len(found) - 0.5)
+    axes.margins(y=0.15)
+    axes.set(ylabel="highest rate confirmed, requests/s\n(triangle: the lowest that failed)",
+             title=f"{objective}: each server with its own knobs")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    given = arguments()
+    if "folder" not in given:
+        sys.exit(__doc__)
+    folder, objective = Path(given["folder"]), given.get("objective", "smooth")
+    out = Path(given.get("out", HERE / "engines.json"))
+    before = json.loads(out.read_text()) if out.exists() else {}
+    found = before.get("servers", {}) if before.get("objective") == objective else {}
+    for server in (OWN, *(name for name in given if name not in OPTIONS)):
+        found[server] = tuning(objective, words_for(server, given), folder / server)
+        plot = write("engines", {"objective": objective, "servers": found})
+    print_table(["server", *(f"{role}, req/s" for role in ROLES), "winner"], list(rows(found)))
+    draw(objective, found, plot)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(str(error))
