@@ -297,10 +297,18 @@ class Confirmation:
                          judge(self.slo, roles_of(self.finalists), read_all(self._runs)), is_out_of_time)
 
     def _in_time(self, wanted: Sequence[Entrant]) -> Sequence[Entrant]:
-        """Those for whom there is time: all, or the leader alone, without whom nothing is confirmed; or nobody."""
+        """As many as there is time for: the slowest are left out first, the leader last, since without it nothing is
+        confirmed.
+        """
         leader = leader_of(self._climbs)
-        alone = [entrant for entrant in wanted if leader is not None and entrant.finalist is leader.finalist]
-        return next((some for some in (wanted, alone) if some and self.may_begin_round(some)), ())
+        from_slowest = sorted(wanted, key=lambda entrant: (leader is not None and entrant.finalist is leader.finalist,
+                                                           entrant.rate_per_s))
+        for num_left_out in range(len(wanted)):
+            left_out = from_slowest[:num_left_out]
+            entered = [entrant for entrant in wanted if entrant not in left_out]
+            if self.may_begin_round(entered):
+                return entered
+        return ()
 
     def _round(self, number: int, entered: Sequence[Entrant]) -> None:
         """There and back. Whoever failed on the way there is decided, and is measured again only as half of a pair."""

@@ -1,4 +1,4 @@
-"""What the studies of the tuner share: a simulated engine, a tuning on a real one, how results are written and shown."""
+"""What the studies of the tuner share: a simulated engine, a tuning on a real one, results written and shown."""
 
 from __future__ import annotations
 

@@ -275,3 +275,14 @@ def test_where_there_is_no_time_for_a_pair_the_leader_is_measured_alone(tmp_path
     assert confirmed.judgement.winner == "trial 9" and confirmed.is_out_of_time
     winning = confirmed.judgement.find("trial 9").confirmed_per_s
     assert [seqs for seqs, rate, _ in engine.calls if rate == winning] == [16, 16]
+
+
+def test_one_that_is_too_slow_for_the_time_left_does_not_keep_the_others_from_being_measured(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path, capacity)
+    slow = finalist("random", 64, 0.1, Role.random)
+    confirmation = Confirmation(SLO, (BEST, DEFAULT, slow), engine, RULES,
+                                may_begin_round=lambda entered: min(each.rate_per_s for each in entered) > 1.0)
+    confirmed = confirmation.run()
+    assert confirmed.is_out_of_time and 64 not in [seqs for seqs, *_ in engine.calls]
+    assert confirmed.judgement.find("default").confirmed_per_s is not None
+    assert confirmed.judgement.ratio is not None and confirmed.judgement.ratio.value is not None
