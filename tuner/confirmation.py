@@ -297,14 +297,15 @@ class Confirmation:
                          judge(self.slo, roles_of(self.finalists), read_all(self._runs)), is_out_of_time)
 
     def _in_time(self, wanted: Sequence[Entrant]) -> Sequence[Entrant]:
-        """As many as there is time for: the slowest are left out first, the leader last, since without it nothing is
-        confirmed.
+        """As many as there is time for: the leader above all, without whom nothing is confirmed, then the default, then
+        the faster of the others.
         """
         leader = leader_of(self._climbs)
-        from_slowest = sorted(wanted, key=lambda entrant: (leader is not None and entrant.finalist is leader.finalist,
-                                                           entrant.rate_per_s))
+        dispensable = sorted(wanted, key=lambda entrant: (
+            leader is not None and entrant.finalist is leader.finalist, entrant.finalist.role is Role.default,
+            entrant.rate_per_s))
         for num_left_out in range(len(wanted)):
-            left_out = from_slowest[:num_left_out]
+            left_out = dispensable[:num_left_out]
             entered = [entrant for entrant in wanted if entrant not in left_out]
             if self.may_begin_round(entered):
                 return entered

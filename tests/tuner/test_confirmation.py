@@ -286,3 +286,17 @@ def test_one_that_is_too_slow_for_the_time_left_does_not_keep_the_others_from_be
     assert confirmed.is_out_of_time and 64 not in [seqs for seqs, *_ in engine.calls]
     assert confirmed.judgement.find("default").confirmed_per_s is not None
     assert confirmed.judgement.ratio is not None and confirmed.judgement.ratio.value is not None
+
+
+def test_the_default_beside_the_leader_comes_before_whatever_else_is_compared(tmp_path: Path) -> None:
+    pairs = list[list[Role]]()
+
+    def may_begin_round(entered: Sequence[Entrant]) -> bool:
+        if len(entered) == 2:
+            pairs.append([entrant.finalist.role for entrant in entered])
+        return len(entered) <= 2
+
+    finalists = (finalist("trial 9", 16, 12.0), finalist("default", 8, 11.0, Role.default),
+                 finalist("random", 64, 20.0, Role.random))
+    Confirmation(SLO, finalists, FakeEngine(tmp_path, capacity), RULES, may_begin_round=may_begin_round).run()
+    assert [Role.tuned, Role.default] in pairs and [Role.tuned, Role.random] not in pairs
