@@ -173,7 +173,7 @@ class Adviser:
         if engine is None:
             return None
         search = replace(search, start_per_s=search.start_per_s / self.record.bias,
-                         incumbent_per_s=search.incumbent_per_s / self.record.bias)
+                         incumbent_per_s=search.incumbent_per_s / self.record.bias, proves_best=False)
         broken_first: tuple[str, ...] | None = None
         while (rate_per_s := search.next_rate()) is not None:
             broken = self._broken_at(rate_per_s, config, engine)

@@ -182,7 +182,8 @@ class TrialExecutor:
         """A search against the incumbent. Until there is one, how bad a configuration is matters."""
         if self.incumbent_per_s > 0:
             return RateSearch.against(self.incumbent_per_s, self.start_per_s, self.allowance)
-        return RateSearch(self.start_per_s, max_losing_runs=_RUNS_WITHOUT_INCUMBENT, allowance=self.allowance)
+        return RateSearch(self.start_per_s, max_losing_runs=_RUNS_WITHOUT_INCUMBENT, allowance=self.allowance,
+                          proves_best=True)
 
     def _learn(self, rate_per_s: float, facts: Mapping[str, Any]) -> None:
         """The next search is against the best rate that any has held. Until one has, it begins halfway, by factors,
@@ -202,8 +203,8 @@ class TrialExecutor:
 
     def _search_rate(self, candidate: Candidate, warm: Warm) -> Outcome:
         search, runs = self.rate_search(), list[dict[str, Any]]()
-        closest: dict[str, float] = {}
-        lowest_per_s, was_disturbed = inf, False
+        latest_at = dict[float, dict[str, float]]()
+        was_disturbed = False
         while (rate_per_s := search.next_rate()) is not None:
             stream = f"trial {candidate.number} run {len(runs)}"
             measured, path = self._runner.run(self._measure(
@@ -219,9 +220,8 @@ class TrialExecutor:
             if was_disturbed:
                 continue
             search.tell(rate_per_s, measured.holds, measured.duration_s)
-            if rate_per_s < lowest_per_s or measured.holds:
-                lowest_per_s, closest = rate_per_s, violations(measured.tallies, measured.is_given_up)
-        return Outcome(Ending.measured, search.held_per_s, closest,
+            latest_at[rate_per_s] = violations(measured.tallies, measured.is_given_up)
+        return Outcome(Ending.measured, search.held_per_s, latest_at[search.held_per_s or search.lowest_tried_per_s],
                        {"runs": runs, "warm": warm.value, "bound": dict(self._host.bounds),
                         "lower_per_s": search.lower_per_s, "is_out_of_time": search.is_out_of_time})
 

@@ -66,7 +66,7 @@ class RateSearch:
     """Proposes rates and is told of each whether the objective held there.
 
     Holding is taken to be monotone: what held at a rate holds below it, what failed fails above it. A later
-    contradiction (a failure below a rate that held) moves the bracket down, since failing is the rarer luck.
+    contradiction (a failure at a rate that held, or below it) moves the bracket down, since failing is the rarer luck.
     """
 
     start_per_s: float
@@ -76,6 +76,7 @@ class RateSearch:
     tolerance: float = 0.08
     """The search ends when the bracket is this narrow, as a share."""
     max_runs: int = 8
+    """After so many, only a proof is still to come."""
     max_losing_runs: int = 3
     """Runs for a configuration that fails where the incumbent holds, or where it starts if there is none: how bad it is
     need not be known exactly."""
@@ -83,11 +84,16 @@ class RateSearch:
     """What the runs may take. The first one is made in any case: without one nothing is known."""
     incumbent_per_s: float = 0.0
     """What another configuration holds: the way down from the start does not pass it by. 0: nobody's."""
+    proves_best: bool = False
+    """Whether a rate above the incumbent's must hold in a second run, on other arrivals: the best of many short runs
+    has been lucky."""
     held_per_s: float = 0.0
     """Highest rate that held; 0: none yet."""
     failed_per_s: float | None = None
     """Lowest rate that failed."""
     _rates: list[float] = field(default_factory=list)
+    _held: list[float] = field(default_factory=list)
+    """Rates by the runs that held."""
     _taken_s: float = 0.0
 
     @classmethod
@@ -99,7 +105,8 @@ class RateSearch:
         """
         halfway_per_s = sqrt(incumbent_per_s * usual_per_s)
         is_far = halfway_per_s > incumbent_per_s * cls.factor ** _STEPS_DOWN
-        return cls(halfway_per_s if is_far else incumbent_per_s, allowance=allowance, incumbent_per_s=incumbent_per_s)
+        return cls(halfway_per_s if is_far else incumbent_per_s, allowance=allowance, incumbent_per_s=incumbent_per_s,
+                   proves_best=True)
 
     @property
     def lowest_tried_per_s(self) -> float:
@@ -128,18 +135,19 @@ class RateSearch:
         if not self._rates:
             return self.start_per_s
         wanted = self._wanted_rate() if len(self._rates) < self._run_limit else None
-        return wanted if wanted is not None and self._allows(wanted) else None
+        if wanted is not None and self._allows(wanted):
+            return wanted
+        return self.held_per_s if self._is_to_be_proven else None
 
     def tell(self, rate_per_s: float, holds: bool, took_s: float = 0.0) -> None:
         """What became of a rate, and how long that took."""
         self._rates.append(rate_per_s)
         self._taken_s += took_s
-        if not holds:
-            self.failed_per_s = rate_per_s if self.failed_per_s is None else min(self.failed_per_s, rate_per_s)
-            if self.held_per_s >= rate_per_s:
-                self.held_per_s = 0.0
-        elif self.failed_per_s is None or rate_per_s < self.failed_per_s:
-            self.held_per_s = max(self.held_per_s, rate_per_s)
+        if holds:
+            self._held.append(rate_per_s)
+        else:
+            self.failed_per_s = min(self.failed_per_s or inf, rate_per_s)
+        self.held_per_s = max((held for held in self._held if held < (self.failed_per_s or inf)), default=0.0)
 
     def _wanted_rate(self) -> float | None:
         """What would be tried if there were any amount of time."""
@@ -150,6 +158,13 @@ class RateSearch:
         if self.failed_per_s / self.held_per_s <= 1 + self.tolerance:
             return None
         return sqrt(self.held_per_s * self.failed_per_s)
+
+    @property
+    def _is_to_be_proven(self) -> bool:
+        """Whether a new best has held only once, and there is time for another run of it."""
+        if not self.proves_best or self.held_per_s <= self.incumbent_per_s or self._held.count(self.held_per_s) > 1:
+            return False
+        return self._taken_s + self.allowance.shortest_s(self.held_per_s, holds=True) <= self.allowance.most_s
 
     @property
     def _is_above_incumbent(self) -> bool:

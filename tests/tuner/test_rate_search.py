@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
@@ -67,6 +68,42 @@ def test_what_beats_a_low_incumbent_is_known_as_well_as_ever() -> None:
     tried = run(search, lambda rate: rate <= 0.6)
     assert tried[:3] == pytest.approx([1.0, 1 / 1.69, 0.7692307692307692]) and len(tried) > search.max_losing_runs
     assert search.held_per_s <= 0.6 < search.held_per_s * (1 + search.tolerance)
+
+
+def test_a_new_best_counts_only_if_it_holds_again() -> None:
+    """2.6 held once by luck. What is found below it is tried again as well."""
+    search = RateSearch(2.0, incumbent_per_s=2.0, proves_best=True)
+    luck = iter((True, True, False, False, False, False, False, True, True))
+    tried = run(search, lambda rate: next(luck))
+    assert tried[:3] == pytest.approx([2.0, 2.6, 2.6 * 1.69])
+    assert tried[6] == tried[1] == search.failed_per_s, "narrowed down first"
+    assert tried[7:] == pytest.approx([(2.0 * 2.6) ** 0.5] * 2) and search.held_per_s == tried[7]
+
+
+@given(incumbent_per_s=RATES, answers=st.lists(st.booleans(), max_size=30))
+def test_whatever_beats_the_incumbent_has_held_twice_and_failed_nowhere_below(incumbent_per_s: float,
+                                                                              answers: list[bool]) -> None:
+    search, told = RateSearch(incumbent_per_s, incumbent_per_s=incumbent_per_s, proves_best=True), Counter[float]()
+    luck = iter(answers)
+    failed = []
+
+    def holds(rate_per_s: float) -> bool:
+        does = next(luck, True)
+        told[rate_per_s] += does
+        failed.extend([] if does else [rate_per_s])
+        return does
+
+    run(search, holds)
+    assert all(rate > search.held_per_s for rate in failed)
+    if search.held_per_s > incumbent_per_s:
+        assert told[search.held_per_s] == 2
+
+
+def test_there_is_no_proof_without_time_for_it() -> None:
+    search = RateSearch(2.0, proves_best=True, allowance=Allowance(most_s=100.0, requests_to_hold=60))
+    while (rate_per_s := search.next_rate()) is not None:
+        search.tell(rate_per_s, rate_per_s < 3.0, 60 / rate_per_s)
+    assert search._held.count(search.held_per_s) == 1
 
 
 @given(start_per_s=RATES, share=st.floats(0.0, 0.999))
