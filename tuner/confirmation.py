@@ -130,6 +130,8 @@ class Climb:
     """Why it is out: its engine failed."""
     num_steps: int = 0
     """That it has gone, the first measurement at its own rate included; failures of other candidates count as well."""
+    is_too_slow: bool = False
+    """Whether there was no time for it once, so that nobody waits for it."""
 
     @property
     def next_per_s(self) -> float | None:
@@ -188,7 +190,7 @@ def entrants(climbs: Sequence[Climb]) -> list[Entrant]:
 
 def _is_untried(climb: Climb) -> bool:
     """Whether somebody to compare with is still to be measured at the rate that the search found."""
-    return (climb.finalist.role is not Role.tuned and climb.held_per_s is None
+    return (climb.finalist.role is not Role.tuned and climb.held_per_s is None and not climb.is_too_slow
             and climb.next_per_s == climb.finalist.rate_per_s)
 
 
@@ -275,6 +277,7 @@ class Confirmation:
     may_begin_round: Callable[[Sequence[Entrant]], bool] = lambda _: True
     _climbs: list[Climb] = field(default_factory=list)
     _runs: list[FinalistRun] = field(default_factory=list)
+    _is_out_of_time: bool = False
 
     def __post_init__(self) -> None:
         if len({finalist.name for finalist in self.finalists}) < len(self.finalists):
@@ -284,32 +287,40 @@ class Confirmation:
 
     def run(self) -> Confirmed:
         """Measure until the best candidate holds and the default is bracketed, or rounds or time are used up."""
-        is_out_of_time = False
         for number in range(1, self.rules.max_rounds + 1):
-            wanted = entrants(self._climbs)
-            entered = wanted if number == 1 else self._in_time(wanted)
-            is_out_of_time |= len(entered) < len(wanted)
+            entered = self._entrants_in_time() if number > 1 else entrants(self._climbs)
             if not entered:
                 break
             self._round(number, entered)
         failures = {climb.finalist.name: climb.failure for climb in self._climbs if climb.failure is not None}
         return Confirmed(tuple(self.finalists), tuple(self._runs), failures,
-                         judge(self.slo, roles_of(self.finalists), read_all(self._runs)), is_out_of_time)
+                         judge(self.slo, roles_of(self.finalists), read_all(self._runs)), self._is_out_of_time)
 
-    def _in_time(self, wanted: Sequence[Entrant]) -> Sequence[Entrant]:
-        """As many as there is time for: the leader above all, without whom nothing is confirmed, then the default, then
-        the faster of the others.
+    def _entrants_in_time(self) -> list[Entrant]:
+        """Those of the next round for whom there is time; nobody waits any more for whoever is left out."""
+        while True:
+            wanted = entrants(self._climbs)
+            entered = self._in_time(wanted)
+            left_out = [self._climb(entrant) for entrant in wanted if entrant not in entered]
+            is_news = any(not climb.is_too_slow for climb in left_out)
+            for climb in left_out:
+                climb.is_too_slow = self._is_out_of_time = True
+            if entered or not is_news:
+                return entered
+
+    def _in_time(self, wanted: Sequence[Entrant]) -> list[Entrant]:
+        """As many as there is time for: first the leader, without whom nothing is confirmed, then the default, then the
+        faster of the others.
         """
         leader = leader_of(self._climbs)
-        dispensable = sorted(wanted, key=lambda entrant: (
+        by_importance = sorted(wanted, key=lambda entrant: (
             leader is not None and entrant.finalist is leader.finalist, entrant.finalist.role is Role.default,
-            entrant.rate_per_s))
-        for num_left_out in range(len(wanted)):
-            left_out = dispensable[:num_left_out]
-            entered = [entrant for entrant in wanted if entrant not in left_out]
-            if self.may_begin_round(entered):
-                return entered
-        return ()
+            entrant.rate_per_s), reverse=True)
+        entered = list[Entrant]()
+        for entrant in by_importance:
+            if self.may_begin_round([*entered, entrant]):
+                entered.append(entrant)
+        return [entrant for entrant in wanted if entrant in entered]
 
     def _round(self, number: int, entered: Sequence[Entrant]) -> None:
         """There and back. Whoever failed on the way there is decided, and is measured again only as half of a pair."""

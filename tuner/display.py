@@ -110,7 +110,8 @@ def _trials(settings: Settings, runs: PlannedRuns) -> list[str]:
             f"{allowance.losing_s:.0f} s ({LOSING_SHARE:.0%}), one that holds up to {allowance.most_s:.0f} s on the "
             f"way up, {allowance.narrowing_s:.0f} s where it is narrowed down after that; no rate below "
             f"{min(runs.start_per_s, allowance.lowest_per_s):.2f} req/s is tried, where one run would take longer",
-            "a rate above the best so far counts if it holds in a second run as well, on other arrivals"]
+            "a rate above the best so far must hold in a second run as well, on other arrivals, if there is time for "
+            "one"]
 
 
 def print_trial(study: TuningStudy, candidate: Candidate, outcome: Outcome, left_s: float, console: Console) -> None:

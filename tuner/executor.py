@@ -130,7 +130,7 @@ class TrialExecutor:
         self.allowance = Allowance()
         """What each trial may take."""
         self.start_per_s = 1.0
-        """Where the search for a rate begins as long as no trial has held any."""
+        """Where the search for a rate begins as long as no trial has held any; later on, what is expected."""
         self.incumbent_per_s = 0.0
         """Best rate that any trial has held; 0: none yet."""
         self.longest_start_s = 0.0

@@ -1,4 +1,5 @@
-"""The highest request rate that a configuration holds: the incumbent's rate first, then bracketing and bisection."""
+"""The highest request rate that a configuration holds: the incumbent's rate first, or one between it and what is
+expected, then bracketing and bisection."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ later, and one that looks like failing is cut there. A tenth: even where nothing
 sees before it learns."""
 NARROWING_SHARE = 0.15
 """Of the time for the search, up to where a bracket is narrowed: no further run begins that would hold later. How much
-exactly a configuration holds is worth less than a look at another one; the confirmation finds out for the best."""
+exactly a configuration holds is worth less than a look at another one; the confirmation finds out for the best. A proof
+of what was found may come after it."""
 HOLDING_SHARE = 0.5
 """Of the time for the search, what any configuration may take: no further run begins that would hold later. A half:
 there is time for another that may be better."""
@@ -54,10 +56,10 @@ class Allowance:
         """The least that a run at this rate takes until it is known to hold, or to fail."""
         return (self.requests_to_hold if holds else self.requests_to_fail) / rate_per_s
 
-    def allows(self, rate_per_s: float, taken_s: float, has_held: bool, has_failed: bool) -> bool:
+    def allows(self, rate_per_s: float, taken_s: float, has_held: bool, is_bracketed: bool) -> bool:
         """Whether a run at this rate may begin after others that took `taken_s`."""
         until_it_holds_s = taken_s + self.shortest_s(rate_per_s, holds=True)
-        return (until_it_holds_s <= (self.narrowing_s if has_held and has_failed else self.most_s)
+        return (until_it_holds_s <= (self.narrowing_s if is_bracketed else self.most_s)
                 and (has_held or taken_s + self.shortest_s(rate_per_s, holds=False) <= self.losing_s))
 
 
@@ -76,7 +78,7 @@ class RateSearch:
     tolerance: float = 0.08
     """The search ends when the bracket is this narrow, as a share."""
     max_runs: int = 8
-    """After so many, only a proof is still to come."""
+    """After so many, only proofs are still to come, and lower rates where one has failed."""
     max_losing_runs: int = 3
     """Runs for a configuration that fails where the incumbent holds, or where it starts if there is none: how bad it is
     need not be known exactly."""
@@ -85,8 +87,8 @@ class RateSearch:
     incumbent_per_s: float = 0.0
     """What another configuration holds: the way down from the start does not pass it by. 0: nobody's."""
     proves_best: bool = False
-    """Whether a rate above the incumbent's must hold in a second run, on other arrivals: the best of many short runs
-    has been lucky."""
+    """Whether a rate above the incumbent's must hold in a second run, on other arrivals, if there is time for one: the
+    best of many short runs has been lucky."""
     held_per_s: float = 0.0
     """Highest rate that held; 0: none yet."""
     failed_per_s: float | None = None
@@ -122,7 +124,7 @@ class RateSearch:
     @property
     def losing_left_s(self) -> float:
         """How long the next run may last while it looks like another failure."""
-        return self.allowance.losing_s - self._taken_s if self.held_per_s == 0 else inf
+        return inf if self._held else self.allowance.losing_s - self._taken_s
 
     @property
     def is_out_of_time(self) -> bool:
@@ -171,9 +173,13 @@ class RateSearch:
         return self.lowest_tried_per_s > self.incumbent_per_s
 
     def _allows(self, rate_per_s: float) -> bool:
-        return self.allowance.allows(rate_per_s, self._taken_s, self.held_per_s > 0, self.failed_per_s is not None)
+        # What has held once is worth the time of one that holds, even if its proof has failed.
+        is_bracketed = self.held_per_s > 0 and self.failed_per_s is not None
+        return self.allowance.allows(rate_per_s, self._taken_s, bool(self._held), is_bracketed)
 
     @property
     def _run_limit(self) -> int:
+        if self._held and self.held_per_s == 0:
+            return self.max_runs + self.max_losing_runs
         is_losing = self.failed_per_s is not None and self.failed_per_s <= (self.incumbent_per_s or self.start_per_s)
         return self.max_losing_runs if is_losing else self.max_runs

@@ -12,7 +12,8 @@
     port=18300           where they listen, one after the other
     words="KEY=VALUE …"  more words for every tuning file
     own="KEY=VALUE …"    more words for servekit's own engine, such as a model that is already on the disk
-    out=FILE             what is found; engines.json beside this script if not given; other servers there stay
+    out=FILE             what is found; engines.json beside this script if not given; what it
+                         says of other servers for the same objective stays
 
 Same prompts, same arrivals, same time. A server's default is its command as it is; servekit's is its default
 configuration. No server that is absent is guessed at: it is not in the table.
@@ -87,7 +88,7 @@ def main() -> None:
     before = json.loads(out.read_text()) if out.exists() else {}
     found = before.get("servers", {}) if before.get("objective") == objective else {}
     for server in (OWN, *(name for name in given if name not in OPTIONS)):
-        found[server] = tuning(objective, words_for(server, given), folder / server)
+        found[server] = tuning(objective, words_for(server, given), folder / objective / server)
         plot = write("engines", {"objective": objective, "servers": found})
     print_table(["server", *(f"{role}, req/s" for role in ROLES), "winner"], list(rows(found)))
     draw(objective, found, plot)

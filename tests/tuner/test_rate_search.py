@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -58,9 +59,11 @@ def test_a_low_incumbent_is_a_floor_and_not_the_start(incumbent_per_s: float, us
     assert search.held_per_s <= threshold_per_s
     if threshold_per_s >= incumbent_per_s and usual_per_s < 1000 * incumbent_per_s:
         assert search.held_per_s >= incumbent_per_s
-    for higher, lower in pairwise(tried):
-        assert higher > lower or search.held_per_s > 0, "it goes up without having held"
-        assert not higher > incumbent_per_s > lower, "the incumbent's rate is passed by"
+    if threshold_per_s < incumbent_per_s:
+        assert len(tried) <= search.max_runs and all(rate <= search.start_per_s for rate in tried)
+    for count, (before, after) in enumerate(pairwise(tried), 1):
+        assert after <= before or min(tried[:count]) <= threshold_per_s, "it goes up without having held"
+        assert not before > incumbent_per_s > after, "the incumbent's rate is passed by"
 
 
 def test_what_beats_a_low_incumbent_is_known_as_well_as_ever() -> None:
@@ -80,10 +83,10 @@ def test_a_new_best_counts_only_if_it_holds_again() -> None:
     assert tried[7:] == pytest.approx([(2.0 * 2.6) ** 0.5] * 2) and search.held_per_s == tried[7]
 
 
-@given(incumbent_per_s=RATES, answers=st.lists(st.booleans(), max_size=30))
-def test_whatever_beats_the_incumbent_has_held_twice_and_failed_nowhere_below(incumbent_per_s: float,
-                                                                              answers: list[bool]) -> None:
-    search, told = RateSearch(incumbent_per_s, incumbent_per_s=incumbent_per_s, proves_best=True), Counter[float]()
+@given(incumbent_per_s=RATES, usual_per_s=RATES, answers=st.lists(st.booleans(), max_size=30))
+def test_whatever_beats_the_incumbent_has_held_twice_and_failed_nowhere_below(
+        incumbent_per_s: float, usual_per_s: float, answers: list[bool]) -> None:
+    search, told = RateSearch.against(incumbent_per_s, usual_per_s, Allowance()), Counter[float]()
     luck = iter(answers)
     failed = []
 
@@ -100,10 +103,28 @@ def test_whatever_beats_the_incumbent_has_held_twice_and_failed_nowhere_below(in
 
 
 def test_there_is_no_proof_without_time_for_it() -> None:
-    search = RateSearch(2.0, proves_best=True, allowance=Allowance(most_s=100.0, requests_to_hold=60))
-    while (rate_per_s := search.next_rate()) is not None:
-        search.tell(rate_per_s, rate_per_s < 3.0, 60 / rate_per_s)
-    assert search._held.count(search.held_per_s) == 1
+    """30 s for a run that holds at 2.0, 23 for one at 2.6 and one that fails soon; another at 2.6 fits into 100 s."""
+    tried, _ = run_in_time(proving(most_s=100.0), 3.0, 1.0)
+    assert tried == pytest.approx([2.0, 2.6, 2.6 * 1.69, 2.6])
+    tried, _ = run_in_time(proving(most_s=70.0), 3.0, 1.0)
+    assert tried == pytest.approx([2.0, 2.6, 2.6 * 1.69])
+
+
+def proving(most_s: float) -> RateSearch:
+    allowance = Allowance(losing_s=10.0, narrowing_s=40.0, most_s=most_s, requests_to_fail=4, requests_to_hold=60)
+    return RateSearch(2.0, proves_best=True, allowance=allowance)
+
+
+def test_where_a_proof_fails_lower_rates_are_tried_in_the_time_of_one_that_holds() -> None:
+    """2.0 held, and took more than what one that loses may take; then it failed."""
+    search = proving(most_s=300.0)
+    for expected, holds, took_s in ((2.0, True, 30.0), (2.6, False, 20.0), (2.0, False, 25.0)):
+        assert search.next_rate() == pytest.approx(expected)
+        search.tell(expected, holds, took_s)
+    assert search.held_per_s == 0 and search.losing_left_s == inf and not search.is_out_of_time
+    assert search.next_rate() == pytest.approx(2.0 / 1.69)
+    search.tell(2.0 / 1.69, True, 50.0)
+    assert search.held_per_s == pytest.approx(2.0 / 1.69) and search.next_rate() == search.held_per_s
 
 
 @given(start_per_s=RATES, share=st.floats(0.0, 0.999))
