@@ -277,7 +277,6 @@ class Confirmation:
     may_begin_round: Callable[[Sequence[Entrant]], bool] = lambda _: True
     _climbs: list[Climb] = field(default_factory=list)
     _runs: list[FinalistRun] = field(default_factory=list)
-    _is_out_of_time: bool = False
 
     def __post_init__(self) -> None:
         if len({finalist.name for finalist in self.finalists}) < len(self.finalists):
@@ -294,18 +293,18 @@ class Confirmation:
             self._round(number, entered)
         failures = {climb.finalist.name: climb.failure for climb in self._climbs if climb.failure is not None}
         return Confirmed(tuple(self.finalists), tuple(self._runs), failures,
-                         judge(self.slo, roles_of(self.finalists), read_all(self._runs)), self._is_out_of_time)
+                         judge(self.slo, roles_of(self.finalists), read_all(self._runs)),
+                         is_out_of_time=any(climb.is_too_slow for climb in self._climbs))
 
     def _entrants_in_time(self) -> list[Entrant]:
         """Those of the next round for whom there is time; nobody waits any more for whoever is left out."""
         while True:
             wanted = entrants(self._climbs)
             entered = self._in_time(wanted)
-            left_out = [self._climb(entrant) for entrant in wanted if entrant not in entered]
-            is_news = any(not climb.is_too_slow for climb in left_out)
-            for climb in left_out:
-                climb.is_too_slow = self._is_out_of_time = True
-            if entered or not is_news:
+            for entrant in wanted:
+                if entrant not in entered:
+                    self._climb(entrant).is_too_slow = True
+            if entered or entrants(self._climbs) == wanted:
                 return entered
 
     def _in_time(self, wanted: Sequence[Entrant]) -> list[Entrant]:

@@ -89,14 +89,12 @@ class RateSearch:
     proves_best: bool = False
     """Whether a rate above the incumbent's must hold in a second run, on other arrivals, if there is time for one: the
     best of many short runs has been lucky."""
-    held_per_s: float = 0.0
-    """Highest rate that held; 0: none yet."""
-    failed_per_s: float | None = None
+    failed_per_s: float | None = field(default=None, init=False)
     """Lowest rate that failed."""
-    _rates: list[float] = field(default_factory=list)
-    _held: list[float] = field(default_factory=list)
+    _rates: list[float] = field(default_factory=list, init=False)
+    _held: list[float] = field(default_factory=list, init=False)
     """Rates by the runs that held."""
-    _taken_s: float = 0.0
+    _taken_s: float = field(default=0.0, init=False)
 
     @classmethod
     def against(cls, incumbent_per_s: float, usual_per_s: float, allowance: Allowance) -> RateSearch:
@@ -111,6 +109,11 @@ class RateSearch:
                    proves_best=True)
 
     @property
+    def held_per_s(self) -> float:
+        """Highest rate that held, and below which none failed; 0: none yet."""
+        return max((held for held in self._held if held < (self.failed_per_s or inf)), default=0.0)
+
+    @property
     def lowest_tried_per_s(self) -> float:
         """Where a configuration that held nowhere came closest."""
         return min(self._rates, default=self.start_per_s)
@@ -119,7 +122,7 @@ class RateSearch:
     def lower_per_s(self) -> float:
         """The next rate below those that were tried."""
         lower_per_s = self.lowest_tried_per_s / self.factor ** _STEPS_DOWN
-        return max(lower_per_s, self.incumbent_per_s) if self._is_above_incumbent else lower_per_s
+        return max(lower_per_s, self.incumbent_per_s) if self.lowest_tried_per_s > self.incumbent_per_s else lower_per_s
 
     @property
     def losing_left_s(self) -> float:
@@ -149,7 +152,6 @@ class RateSearch:
             self._held.append(rate_per_s)
         else:
             self.failed_per_s = min(self.failed_per_s or inf, rate_per_s)
-        self.held_per_s = max((held for held in self._held if held < (self.failed_per_s or inf)), default=0.0)
 
     def _wanted_rate(self) -> float | None:
         """What would be tried if there were any amount of time."""
@@ -167,10 +169,6 @@ class RateSearch:
         if not self.proves_best or self.held_per_s <= self.incumbent_per_s or self._held.count(self.held_per_s) > 1:
             return False
         return self._taken_s + self.allowance.shortest_s(self.held_per_s, holds=True) <= self.allowance.most_s
-
-    @property
-    def _is_above_incumbent(self) -> bool:
-        return self.lowest_tried_per_s > self.incumbent_per_s
 
     def _allows(self, rate_per_s: float) -> bool:
         # What has held once is worth the time of one that holds, even if its proof has failed.

@@ -11,8 +11,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import nan
 from pathlib import Path
 from typing import Any
+
+from matplotlib.axes import Axes
 
 from servekit import __version__
 from servekit.config.schema import Config
@@ -29,6 +32,8 @@ from servekit.tuner.load_plan import LoadPlan
 from servekit.tuner.settings import Settings, find_file, read_settings
 
 HERE = Path(__file__).parent
+COLOURS = {"default": "#8a93a3", "rule_of_thumb": "#c2c8d0", "random": "#e08b3e", "tuned": "#1d3557"}
+"""Of the roles of a confirmation."""
 _VOCAB_SIZE = 49152
 _KV_BLOCKS, _BLOCK_TOKENS, _MAX_MODEL_LEN = 512, 16, 2048
 
@@ -91,6 +96,27 @@ def rate_text(finalist: dict[str, Any] | None) -> str:
     held, failed = finalist["confirmed_per_s"], finalist["failed_per_s"]
     held_text = "none" if held is None else f"{held:.2f}"
     return held_text if failed is None else f"{held_text} (not {failed:.2f})"
+
+
+def draw_rates(axes: Axes, found: Mapping[str, dict[str, Any]], roles: Sequence[str]) -> None:
+    """What was confirmed for each role of several tunings, a group of bars for each tuning."""
+    width = 0.8 / len(roles)
+    for place, role in enumerate(roles):
+        for number, verdict in enumerate(found.values()):
+            best = best_of(verdict["finalists"], role) or {"confirmed_per_s": None, "failed_per_s": None}
+            held = nan if best["confirmed_per_s"] is None else best["confirmed_per_s"]
+            above = nan if best["failed_per_s"] is None else best["failed_per_s"] - held
+            x = number + (place - (len(roles) - 1) / 2) * width
+            axes.bar(x, held, width, color=COLOURS[role], yerr=[[0.0], [above]], capsize=3,
+                     label=role.replace("_", " ") if number == 0 else None)
+            if best["confirmed_per_s"] is None and best["failed_per_s"] is not None:
+                axes.plot(x, best["failed_per_s"], "v", color=COLOURS[role])
+    axes.set_xlim(-0.5, len(found) - 0.5)
+    axes.margins(y=0.25)
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set(ylabel="highest rate confirmed, requests/s\n(whisker: the lowest that failed;\n"
+                    "triangle: the same, where none held)")
+    axes.legend(fontsize=8)
 
 
 @dataclass(frozen=True)

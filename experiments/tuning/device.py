@@ -23,8 +23,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import nan
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import matplotlib
 import optuna
 
 matplotlib.use("Agg")
-from common import HERE, arguments, best_of, print_table, progress, rate_text, tuning, write
+from common import COLOURS, HERE, arguments, best_of, draw_rates, print_table, progress, rate_text, tuning, write
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from rich.console import Console
@@ -57,7 +56,6 @@ from servekit.tuner.trial import Candidate, Ending, Outcome
 OBJECTIVES = ("smooth", "chat", "code")
 TRIALS, COMPARE = "trials", "compare"
 ROLES = ("default", "rule_of_thumb", "random", "tuned")
-COLOURS = {"default": "#8a93a3", "rule_of_thumb": "#c2c8d0", "random": "#e08b3e", "tuned": "#1d3557"}
 
 
 def words_for(objective: str) -> list[str]:
@@ -158,7 +156,7 @@ class Bench:
         for run in self.seen:
             if config_hash(run.config) != trial.candidate.config_hash:
                 adviser.learn(run.config, run.facts, run.steps)
-        prediction = adviser.predict(trial.candidate.config, replace(trial.search))
+        prediction = adviser.predict(trial.candidate.config, trial.search)
         return None if prediction is None else prediction.rate_per_s
 
 
@@ -243,7 +241,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     if part := found.get(TRIALS):
         draw_trials(*panels[0][:2], part)
     if part := found.get(COMPARE):
-        draw_rates(panels[0][-1], part)
+        draw_rates(panels[0][-1], part, ROLES)
+        panels[0][-1].set(xlabel="objective", title="equal time for search and random search")
     for axes in panels[0]:
         axes.grid(alpha=0.3)
     figure.tight_layout()
@@ -265,27 +264,6 @@ def draw_trials(warmth: Axes, simulator: Axes, part: dict[str, Any]) -> None:
     simulator.set(xlabel="highest rate measured, requests/s", ylabel="predicted, requests/s",
                   title=f"simulator, rank correlation {pairs['rank_correlation']:.2f}")
     simulator.legend(fontsize=8)
-
-
-def draw_rates(axes: Axes, part: dict[str, Any]) -> None:
-    width = 0.8 / len(ROLES)
-    for place, role in enumerate(ROLES):
-        for number, row in enumerate(part.values()):
-            best = best_of(row["finalists"], role) or {"confirmed_per_s": None, "failed_per_s": None}
-            held = nan if best["confirmed_per_s"] is None else best["confirmed_per_s"]
-            above = nan if best["failed_per_s"] is None else best["failed_per_s"] - held
-            x = number + (place - (len(ROLES) - 1) / 2) * width
-            axes.bar(x, held, width, color=COLOURS[role], yerr=[[0.0], [above]], capsize=3,
-                     label=role.replace("_", " ") if number == 0 else None)
-            if best["confirmed_per_s"] is None and best["failed_per_s"] is not None:
-                axes.plot(x, best["failed_per_s"], "v", color=COLOURS[role])
-    axes.set_xlim(-0.5, len(part) - 0.5)
-    axes.margins(y=0.25)
-    axes.set_xticks(range(len(part)), list(part))
-    axes.set(xlabel="objective", ylabel="highest rate confirmed, requests/s\n(whisker: the lowest that failed;\n"
-                                        "triangle: the same, where none held)",
-             title="equal time for search and random search")
-    axes.legend(fontsize=8)
 
 
 def main() -> None:

@@ -25,21 +25,20 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from math import nan
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
-from common import HERE, arguments, best_of, print_table, rate_text, tuning, write
+from common import HERE, arguments, best_of, draw_rates, print_table, rate_text, tuning, write
 from matplotlib import pyplot as plt
 
 from servekit.config.errors import ConfigError
 
 OWN = "servekit"
 OPTIONS = ("folder", "objective", "minutes", "port", "words", "own", "out")
-ROLES = {"default": "#8a93a3", "tuned": "#1d3557"}
+ROLES = ("default", "tuned")
 
 
 def words_for(server: str, given: dict[str, str]) -> list[str]:
@@ -59,22 +58,9 @@ def rows(found: dict[str, Any]) -> Iterator[list[str]]:
 
 def draw(objective: str, found: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(2.2 + 1.6 * len(found), 4.2))
-    width = 0.8 / len(ROLES)
-    for place, (role, colour) in enumerate(ROLES.items()):
-        for number, verdict in enumerate(found.values()):
-            best = best_of(verdict["finalists"], role) or {"confirmed_per_s": None, "failed_per_s": None}
-            held, failed = best["confirmed_per_s"], best["failed_per_s"]
-            x = number + (place - (len(ROLES) - 1) / 2) * width
-            axes.bar(x, nan if held is None else held, width, color=colour, label=role if number == 0 else None)
-            if failed is not None:
-                axes.plot(x, failed, "v", color=colour, markeredgecolor="white")
-    axes.set_xticks(range(len(found)), list(found))
-    axes.set_xlim(-0.5, len(found) - 0.5)
-    axes.margins(y=0.15)
-    axes.set(ylabel="highest rate confirmed, requests/s\n(triangle: the lowest that failed)",
-             title=f"{objective}: each server with its own knobs")
+    draw_rates(axes, found, ROLES)
+    axes.set_title(f"{objective}: each server with its own knobs")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
